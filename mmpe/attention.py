@@ -1,0 +1,142 @@
+"""`attend`: scaled dot-product attention with the terms of a position encoding, on torch's fused kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .encoding import AttentionTerms
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: AttentionTerms | None = None,
+    mask: Tensor | None = None,
+    *,
+    dropout: float = 0.0,
+    causal: bool = False,
+    scale: float | None = None,
+    backend: Literal["auto", "sdpa", "flex"] = "auto",
+) -> Tensor:
+    """Attention with position terms; a drop-in for `torch.nn.functional.scaled_dot_product_attention`.
+
+    Computes o_i = To_i sum_j softmax_j(<Tq_i q_i, Tk_j k_j> * scale + b_ij) Tv_j v_j (docs/architecture.md).
+
+    Args:
+        q: (B, H, N, D) queries, prefix tokens first.
+        k: (B, Hkv, M, D) keys; Hkv divides H (grouped-query attention).
+        v: (B, Hkv, M, Dv) values.
+        terms: what position adds; None is plain attention.
+        mask: broadcasts to (B, H, N, M); bool (True = may attend) or float (added to the logits).
+        dropout: probability of dropping an attention weight; pass 0 in evaluation.
+        causal: hide keys after the query.
+        scale: factor on the logits; D ** -0.5 by default, also where the terms widen q and k.
+        backend: "flex" uses flex_attention with the terms' score_mod (no N x N bias; forward only on the CPU);
+            "auto" does so on CUDA where the terms have one and nothing else needs a mask.
+
+    Returns:
+        (B, H, N, Dv) in the dtype of q.
+
+    Raises:
+        ValueError: for head counts that do not divide, or terms of several layers at once.
+    """
+    _check_heads(q, k, v)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if terms is None:
+        return _sdpa(q, k, v, None, mask, dropout, causal, scale)
+    dtype, score_mod = q.dtype, None
+    q, k = terms.queries_keys(q, k)
+    q, scale = _apply_temperature(q, scale, terms.temperature)
+    v = terms.values(v)
+    if _may_use_flex(q, mask, dropout, causal, backend):
+        score_mod = terms.score_mod()
+    if score_mod is not None:
+        o = _flex()(q, k, v, score_mod=score_mod, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    else:
+        o = _sdpa(q, k, v, terms.bias(q, k), mask, dropout, causal, scale)
+    return terms.outputs(o).to(dtype)
+
+
+def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        raise ValueError(f"q, k, v must be (B, H, N, D), got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
+    if k.shape[1] != v.shape[1] or k.shape[2] != v.shape[2]:
+        raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} must agree in heads and length")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"the {q.shape[1]} query heads must be a multiple of the {k.shape[1]} key heads")
+
+
+def _apply_temperature(q: Tensor, scale: float, temperature: Tensor | float | None) -> tuple[Tensor, float]:
+    if temperature is None:
+        return q, scale
+    if isinstance(temperature, Tensor):
+        return q * temperature.to(q.dtype), scale
+    return q, scale * temperature
+
+
+def _may_use_flex(q: Tensor, mask: Tensor | None, dropout: float, causal: bool, backend: str) -> bool:
+    if backend == "sdpa":
+        return False
+    plain = mask is None and dropout == 0.0 and not causal
+    if backend == "flex":
+        if not plain:
+            raise ValueError("backend='flex' takes no mask, dropout or causal flag; use backend='auto'")
+        return True
+    return plain and q.is_cuda
+
+
+@cache
+def _flex() -> Callable[..., Any]:
+    # One compiled callable for the process: a new one per call would recompile, and after eight recompilations
+    # dynamo falls back to the eager reference without saying so.
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention if torch.compiler.is_compiling() else torch.compile(flex_attention, dynamic=False)
+
+
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, dropout: float, causal: bool, scale: float
+) -> Tensor:
+    """SDPA with a bias and a mask, padding v where q and k are wider: unequal widths leave the fused kernels."""
+    attn_mask = _merge_masks(bias, mask, causal, q, k)
+    width = v.shape[-1]
+    if q.shape[-1] > width:
+        v = F.pad(v, (0, q.shape[-1] - width))
+    o = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=attn_mask,
+        dropout_p=dropout,
+        is_causal=causal and attn_mask is None,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return o[..., :width]
+
+
+def _merge_masks(bias: Tensor | None, mask: Tensor | None, causal: bool, q: Tensor, k: Tensor) -> Tensor | None:
+    if bias is None and mask is None:
+        return None
+    if causal:
+        visible = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+        mask = visible if mask is None else _hide(mask, visible)
+    if bias is None:
+        return mask if mask is None or mask.dtype == torch.bool else mask.to(q.dtype)
+    bias = bias.to(q.dtype)
+    if mask is None:
+        return bias.expand(-1, -1, q.shape[-2], k.shape[-2]) if bias.dim() == 4 else bias
+    return _hide(bias, mask) if mask.dtype == torch.bool else bias + mask.to(q.dtype)
+
+
+def _hide(values: Tensor, visible: Tensor) -> Tensor:
+    if values.dtype == torch.bool:
+        return values & visible
+    return values.masked_fill(~visible, float("-inf"))

@@ -1,0 +1,1 @@
+"""Encodings, one family a file; the registry imports every file of this folder."""
