@@ -10,6 +10,7 @@
 
 from .attention import attend
 from .encoding import AttentionTerms, PositionEncoding
+from .integrations._timm_hook import register_with_timm as _register_with_timm
 from .positions import Positions
 from .registry import EncodingInfo, create_encoding, describe, list_encodings, register_encoding
 
@@ -26,3 +27,5 @@ __all__ = [
     "list_encodings",
     "register_encoding",
 ]
+
+_register_with_timm()  # timm.create_model finds our models, whichever of the two is imported first

@@ -185,18 +185,15 @@ class PositionEncoding(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PositionEncoding:
         """Move with the model, but keep float32 parameters float32: frequencies lose their meaning in bf16."""
-        kept = {name: p.detach().clone() for name, p in self._parameters.items() if _is_full_precision(p)}
+        kept = {name: p.data for name, p in self._parameters.items() if p is not None and p.dtype == torch.float32}
         super()._apply(fn, recurse)
         for name, old in kept.items():
-            new = self._parameters[name]
-            if new is not None and new.dtype in (torch.float16, torch.bfloat16):
-                restored = old.to(new.device)
-                self._parameters[name] = nn.Parameter(restored, requires_grad=new.requires_grad)
+            p = self._parameters[name]
+            if p is not None and p.dtype in (torch.float16, torch.bfloat16):
+                grad, p.grad = p.grad, None
+                p.data = old.to(p.device)  # the same Parameter object: an optimiser may hold it
+                p.grad = None if grad is None else grad.float()
         return self
-
-
-def _is_full_precision(p: nn.Parameter | None) -> bool:
-    return p is not None and p.dtype == torch.float32
 
 
 class SumEncoding(PositionEncoding):

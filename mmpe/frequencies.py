@@ -15,7 +15,7 @@ from torch import Tensor
 def geometric(planes: int, base: float, device: torch.device | str | None = None) -> Tensor:
     """omega_f = base^(-f / planes), f = 0 .. planes-1: RoPE's spectrum of `planes` planes -> (planes,)."""
     exponent = torch.arange(planes, dtype=torch.float32, device=device) / planes
-    return base**-exponent
+    return 1.0 / base**exponent  # in this form, as all references: base**-exponent differs in the last bit
 
 
 def split_planes(planes: int, axes: int) -> list[int]:

@@ -1,0 +1,45 @@
+"""Which exceptions are the user's mistakes, told in one line, and which keep their traceback."""
+
+from __future__ import annotations
+
+import traceback
+
+
+class UsageError(ValueError):
+    """A mistake in what was typed or in a file that was named; the message says what is allowed."""
+
+
+# What the library raises for mistakes (docs/architecture.md, "Errors").
+_MISTAKES = (ValueError, TypeError, FileNotFoundError, FileExistsError, NotADirectoryError, ImportError)
+
+
+def is_user_error(error: BaseException) -> bool:
+    """True for mistakes that mmpe found itself: of a type that means so, and raised by a line of mmpe."""
+    if isinstance(error, UsageError):
+        return True
+    if not isinstance(error, _MISTAKES):
+        return False
+    frames = list(traceback.walk_tb(error.__traceback__))
+    if not frames:
+        return False
+    frame, line = frames[-1]
+    module = frame.f_globals.get("__name__", "")
+    return module.split(".")[0] == "mmpe" and _is_raise(frame.f_code.co_filename, line)
+
+
+def describe_error(error: BaseException) -> str:
+    """The message on one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _is_raise(filename: str, line: int) -> bool:
+    """True if a `raise` statement spans the line; other errors of that line (`int("x")`) are bugs, not messages."""
+    import ast
+    from pathlib import Path
+
+    try:
+        tree = ast.parse(Path(filename).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError):
+        return False
+    raises = (node for node in ast.walk(tree) if isinstance(node, ast.Raise))
+    return any(node.lineno <= line <= (node.end_lineno or node.lineno) for node in raises)

@@ -1,0 +1,80 @@
+"""From the path of a checkpoint to the model and the data that it was trained with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from ._errors import UsageError
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from .lightning import Cli
+
+# Keys of `mmpe fit` that say how one run began; they do not belong to the experiment.
+_OF_THE_RUN = ("ckpt_path", "weights_only", "config")
+
+
+def find_checkpoint(path: str) -> Path:
+    """The checkpoint itself, or the last one in a folder.
+
+    Raises:
+        UsageError: if there is none; those nearby are named.
+    """
+    given = Path(path).expanduser()
+    if given.is_dir():
+        found = sorted(given.rglob("last*.ckpt"), key=lambda p: p.stat().st_mtime)
+        if not found:
+            raise UsageError(f"no last.ckpt in {given}")
+        return found[-1]
+    if not given.exists():
+        near = sorted(given.parent.glob("*.ckpt")) if given.parent.is_dir() else []
+        hint = f"there are {', '.join(p.name for p in near)}" if near else "that folder has no checkpoints"
+        raise UsageError(f"no checkpoint {given}; {hint}")
+    return given
+
+
+def find_config(checkpoint: Path) -> Path:
+    """The config.yaml that `mmpe fit` wrote beside the checkpoint, or in one of the two folders above.
+
+    Raises:
+        UsageError: if there is none.
+    """
+    for folder in list(checkpoint.resolve().parents)[:3]:
+        if (folder / "config.yaml").is_file():
+            return folder / "config.yaml"
+    raise UsageError(f"no config.yaml beside {checkpoint}; give the run's config with --config")
+
+
+def cli_of(checkpoint: Path, config: str | None = None, overrides: list[str] | None = None, **options: Any) -> Cli:
+    """Model, data and trainer of the run that wrote a checkpoint; its weights are not loaded.
+
+    Args:
+        checkpoint: a Lightning checkpoint.
+        config: the run's config; by default the one beside the checkpoint.
+        overrides: arguments that change the config.
+        options: further arguments of `Cli`.
+    """
+    from .lightning import Cli
+
+    path = find_config(checkpoint) if config is None else Path(config)
+    experiment = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(experiment, dict) or "model" not in experiment:
+        raise UsageError(f"{path} is no config of mmpe fit: it has no model")
+    for key in _OF_THE_RUN:
+        experiment.pop(key, None)
+    text = yaml.safe_dump(experiment, sort_keys=False)
+    return Cli(["--config", text, *(overrides or [])], run=False, **options)
+
+
+def load_model(path: str, config: str | None = None) -> pl.LightningModule:
+    """The trained task of a checkpoint, in evaluation mode."""
+    from mmpe.models.task import load_weights
+
+    checkpoint = find_checkpoint(path)
+    task = cli_of(checkpoint, config, ["--trainer.logger=false", "--trainer.accelerator=cpu"]).model
+    task.load_state_dict(load_weights(str(checkpoint)))
+    return task.eval()

@@ -1,0 +1,174 @@
+"""`mmpe plot KIND`: pictures of encodings and of results, as PNG or SVG."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import mmpe
+from mmpe.encoding import PositionEncoding
+
+from ._arguments import EncodingSpec, Parser, parser
+from ._errors import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+KINDS = ("frequencies", "attention", "similarity", "extrapolation")
+SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def main(command: str, argv: list[str]) -> int:
+    """Draw one picture and write it."""
+    args = _parser(command).parse_args(argv)
+    out = Path(args.out or f"{args.kind}.png")
+    if out.suffix.lower() not in SUFFIXES:
+        raise UsageError(f"--out {out}: the name must end in {', '.join(SUFFIXES)}")
+    torch.manual_seed(args.seed)
+    figure = _DRAW[args.kind](args)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out)
+    print(out)
+    return 0
+
+
+def _parser(command: str) -> Parser:
+    p = parser(command, "Pictures of encodings and of results.", epilog=_EXAMPLES)
+    kinds = p.add_subparsers(dest="kind", required=True, metavar="KIND", parser_class=Parser)
+    frequencies = kinds.add_parser("frequencies", help="rotary frequencies per plane and axis")
+    attention = kinds.add_parser("attention", help="scores of one token to equal contents, a heat map per head")
+    similarity = kinds.add_parser("similarity", help="similarity of several tokens to all others, by position alone")
+    extrapolation = kinds.add_parser("extrapolation", help="score against size, from results of mmpe compare")
+    for sub in (frequencies, attention, similarity):
+        _add_encoding(sub)
+    attention.add_argument("--token", nargs="+", type=int, metavar="I", help="grid indices; the middle by default")
+    similarity.add_argument("--head", type=int, default=0, help="head whose scores are drawn")
+    extrapolation.add_argument("runs", nargs="+", help="folders of mmpe compare or demo, or result.json files")
+    extrapolation.add_argument("--title", default="", help="text above the curves")
+    for sub in (frequencies, attention, similarity, extrapolation):
+        sub.add_argument("--out", help="file to write: .png, .svg or .pdf; by default KIND.png")
+        sub.add_argument("--seed", type=int, default=0, help="seed of learned parameters that are drawn at random")
+    return p
+
+
+_EXAMPLES = """examples:
+  mmpe plot frequencies rope_mixed --out mixed.png
+  mmpe plot attention alibi_2d --size 24 24 --token 3 20 --out alibi.svg
+  mmpe plot similarity --ckpt runs/.../last.ckpt --out learned.png
+  mmpe plot extrapolation runs/demo --out curves.png"""
+
+
+def _add_encoding(p: argparse.ArgumentParser) -> None:
+    p.add_argument("encoding", nargs="?", help="an encoding, options as in rope_axial:base=10")
+    p.add_argument("--ckpt", help="draw the trained encoding of this checkpoint instead")
+    p.add_argument("--size", nargs="+", type=int, default=[14, 14], metavar="N", help="grid: N, H W or T H W")
+    p.add_argument("--dim", type=int, default=384, help="model width")
+    p.add_argument("--heads", type=int, default=6, help="attention heads")
+    p.add_argument("--depth", type=int, default=12, help="blocks")
+    p.add_argument("--layer", type=int, default=0, help="block that is drawn")
+
+
+def _encoding(args: argparse.Namespace) -> PositionEncoding:
+    if (args.encoding is None) == (args.ckpt is None):
+        raise UsageError("name an encoding, or a checkpoint with --ckpt")
+    if args.ckpt is not None:
+        from .checkpoints import load_model
+
+        return load_model(args.ckpt).encoding.eval()
+    spec = EncodingSpec.parse(args.encoding)
+    axes = len(args.size)
+    if not 1 <= axes <= 3:
+        raise UsageError(f"--size takes 1, 2 or 3 numbers, got {axes}")
+    # A learned table is as large as the grid that it was made for.
+    options = dict(spec.options)
+    if "grid_size" in {option.name for option in _options(spec.name)} and "grid_size" not in options:
+        options["grid_size"] = tuple(args.size)
+    return mmpe.create_encoding(spec.name, args.dim, args.heads, axes, args.depth, **options).eval()
+
+
+def _options(name: str) -> list[Any]:
+    return [option for part in name.split("+") for option in mmpe.describe(part.strip()).options]
+
+
+def _frequencies(args: argparse.Namespace) -> Figure:
+    from mmpe import plots
+
+    encoding = _encoding(args)
+    values, axes = rotary_frequencies(encoding, args.layer)
+    title = f"{encoding.name}, block {args.layer}" if values.dim() == 3 else encoding.name
+    if len(axes) != 2 or values.shape[-2] != 2:
+        return plots.frequencies(values, axes, title=title)
+    figure, (left, right) = plots.new_figure(2, width=5.2, height=4.0)
+    plots.frequencies(values, axes, title=title, ax=left)
+    plots.frequency_plane(values, title="direction of each plane", ax=right)
+    return figure
+
+
+def rotary_frequencies(encoding: PositionEncoding, layer: int = 0) -> tuple[torch.Tensor, tuple[str, ...]]:
+    """Frequencies (A, F) or (H, A, F) of one block in the order of the axes, and the names of the axes.
+
+    Raises:
+        UsageError: for an encoding without rotary frequencies.
+    """
+    frequencies = getattr(encoding, "frequencies", None)
+    if frequencies is None:
+        rotary = ", ".join(mmpe.list_encodings(kind="rotary"))
+        raise UsageError(f"{encoding.name} has no rotary frequencies; encodings that have: {rotary}")
+    encoding.check_layer(layer)
+    values = frequencies().detach()
+    if values.dim() == 4:
+        values = values[min(layer, len(values) - 1)]
+    names = mmpe.positions.AXIS_NAMES[encoding.axes]
+    if getattr(encoding, "grid_indexing", "ij") == "xy":
+        values = values.flip(-2)
+    return values, names if values.shape[-2] == len(names) else ("n",)
+
+
+def _attention(args: argparse.Namespace) -> Figure:
+    from mmpe import plots
+
+    positions = mmpe.Positions.of_size(args.size)
+    return plots.attention_decay(_encoding(args), positions, token=args.token, layer=args.layer)
+
+
+def _similarity(args: argparse.Namespace) -> Figure:
+    from mmpe import plots
+
+    encoding = _encoding(args)
+    if not 0 <= args.head < encoding.heads:
+        raise UsageError(f"--head must be below {encoding.heads}, got {args.head}")
+    positions = mmpe.Positions.of_size(args.size)
+    return plots.similarity(encoding, positions, layer=args.layer, head=args.head)
+
+
+def _extrapolation(args: argparse.Namespace) -> Figure:
+    from mmpe import plots
+    from mmpe.evaluation.tables import RunResult, summarise
+
+    files = [path for run in args.runs for path in result_files(Path(run))]
+    results = [RunResult.load(path) for path in files]
+    tasks = dict.fromkeys(result.task for result in results)
+    return plots.extrapolation_panels(
+        [(args.title or task, summarise(r for r in results if r.task == task)) for task in tasks]
+    )
+
+
+def result_files(path: Path) -> list[Path]:
+    """The result files below a folder, or the file itself."""
+    if path.is_file():
+        return [path]
+    found = sorted(path.rglob("result.json"))
+    if not found:
+        raise UsageError(f"no result.json in {path}; name a folder that mmpe compare or mmpe demo wrote")
+    return found
+
+
+_DRAW = {
+    "frequencies": _frequencies,
+    "attention": _attention,
+    "similarity": _similarity,
+    "extrapolation": _extrapolation,
+}

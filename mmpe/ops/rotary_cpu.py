@@ -1,0 +1,130 @@
+"""Eager rotation on the CPU: as few passes over memory as torch's own kernels allow.
+
+Interleaved planes in float32 are one complex product, which torch vectorises and which reads and writes everything
+once. What needs several kernels (half-split planes, 16-bit dtypes) goes through x in tiles that stay in the cache, so
+that main memory is still read and written once and the temporary tensors are a few tiles in all.
+
+Shapes: x (B, H, N, D), tables broadcast to (B, H, N, F); nothing here is differentiable by itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_TILE = 1 << 18
+"""Elements of a tile for each thread: 1 MiB in float32, about an L2 cache; smaller tiles cost more in calls."""
+
+
+def working_dtype(x: Tensor) -> torch.dtype:
+    """What x is rotated in: float64 stays, everything else is float32 (torch.promote_types would be exported)."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def is_packable(x: Tensor) -> bool:
+    """Whether neighbouring channels of x can be viewed as one element of twice the width."""
+    *outer, last = x.stride()
+    even = (x.shape[-1], x.storage_offset(), *outer)
+    return last == 1 and all(number % 2 == 0 for number in even)
+
+
+def rotate_interleaved(x: Tensor, phasor: Tensor) -> Tensor:
+    """Multiply the planes (2f, 2f + 1) of x by phasor = cos + i sin."""
+    out, source, target = _start(x, 2 * phasor.shape[-1])
+    dtype = working_dtype(x)
+    phasor = phasor.to(dtype.to_complex())
+    if dtype == x.dtype and is_packable(source) and is_packable(target):
+        torch.mul(_as_complex(source), phasor, out=_as_complex(target))
+        return out
+    for x_tile, out_tile, phasor_tile in _tiles(source, target, phasor):
+        work = x_tile.to(dtype, copy=True)
+        _as_complex(work).mul_(phasor_tile)
+        out_tile.copy_(work)
+    return out
+
+
+def rotate_half_split(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the planes (f, f + F) of x by the tables cos and sin."""
+    planes = cos.shape[-1]
+    out, source, target = _start(x, 2 * planes)
+    dtype = working_dtype(x)
+    # One product over whole rows and two over half rows: short rows are what torch's kernels are slow at.
+    cos_twice, sin = torch.cat((cos, cos), -1).to(dtype), sin.to(dtype)
+    for x_tile, out_tile, c, s in _tiles(source, target, cos_twice, sin):
+        work = x_tile.to(dtype)
+        result = torch.mul(work, c, out=out_tile) if dtype == x.dtype else work * c
+        result[..., :planes].addcmul_(work[..., planes:], s, value=-1)
+        result[..., planes:].addcmul_(work[..., :planes], s)
+        if dtype != x.dtype:
+            out_tile.copy_(result)
+    return out
+
+
+def table_gradient(grad: Tensor, x: Tensor, cos: Tensor, half: bool) -> tuple[Tensor, Tensor]:
+    """Gradients of cos and sin, summed over the dimensions along which the table was broadcast."""
+    width, dtype = 2 * cos.shape[-1], working_dtype(x)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    shape = (1,) * (4 - cos.dim()) + tuple(cos.shape)
+    sums = torch.zeros(2, *shape, dtype=dtype)
+    per_tile = _half_split_products if half else _interleaved_products
+    for x_tile, grad_tile, *sum_tiles in _tiles(x[..., :width], grad[..., :width], *sums.unbind(0)):
+        products = per_tile(x_tile.to(dtype, copy=True), grad_tile.to(dtype))
+        for total, product in zip(sum_tiles, products, strict=True):
+            kept = tuple(slice(1) if shape[dim] == 1 else slice(None) for dim in range(3))
+            total[kept].add_(product.sum_to_size(total[kept].shape))
+    grad_cos, grad_sin = (s.reshape(cos.shape).to(cos.dtype) for s in sums.unbind(0))
+    return grad_cos, grad_sin
+
+
+def _interleaved_products(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    # grad * conj(x) = (ga a + gb b) + i (gb a - ga b); x is a copy of the tile and may be overwritten.
+    grad = grad if is_packable(grad) else grad.contiguous()
+    product = _as_complex(x).conj_physical_().mul_(_as_complex(grad))
+    return product.real, product.imag
+
+
+def _half_split_products(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    planes = x.shape[-1] // 2
+    a, b, ga, gb = x[..., :planes], x[..., planes:], grad[..., :planes], grad[..., planes:]
+    return torch.mul(ga, a).addcmul_(gb, b), torch.mul(gb, a).addcmul_(ga, b, value=-1)
+
+
+def _start(x: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """An output laid out like x with the unrotated channels in place, and the parts of x and of it to be rotated."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    out = torch.empty_like(x)
+    if width == x.shape[-1]:
+        return out, x, out
+    out[..., width:] = x[..., width:]
+    return out, x[..., :width], out[..., :width]
+
+
+def _as_complex(x: Tensor) -> Tensor:
+    return torch.view_as_complex(x.unflatten(-1, (x.shape[-1] // 2, 2)))
+
+
+def _tiles(x: Tensor, *others: Tensor) -> zip[tuple[Tensor, ...]]:
+    """Matching tiles of x (B, H, N, D) and of tensors that broadcast to its (B, H, N)."""
+    sizes = _tile_sizes(x)
+    if all(size >= whole for size, whole in zip(sizes, x.shape, strict=False)):
+        return zip((x,), *((t,) for t in others), strict=True)
+    whole = (t.expand(*x.shape[:-1], t.shape[-1]) for t in others)
+    return zip(*(_split(t, sizes) for t in (x, *whole)), strict=True)
+
+
+def _tile_sizes(x: Tensor) -> list[int]:
+    """How many samples, heads and tokens of x (B, H, N, D) make one tile, neighbours in memory first."""
+    budget = max(1, _TILE * torch.get_num_threads() // max(1, x.shape[-1]))
+    sizes = [1, 1, 1]
+    for dim in sorted(range(3), key=x.stride):
+        sizes[dim] = max(1, min(x.shape[dim], budget))
+        budget = max(1, budget // sizes[dim])
+    return sizes
+
+
+def _split(x: Tensor, sizes: list[int]) -> list[Tensor]:
+    tiles = [x]
+    for dim, size in enumerate(sizes):
+        if size < x.shape[dim]:
+            tiles = [piece for tile in tiles for piece in tile.split(size, dim)]
+    return tiles
