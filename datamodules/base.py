@@ -74,9 +74,9 @@ class SizedData(pl.LightningDataModule):
         return self.val_dataloader()
 
     def teardown(self, stage: str) -> None:
-        if self._train_loader is not None:
+        if isinstance(self._train_loader, TrainLoader):
             self._train_loader.close()
-            self._train_loader = None
+        self._train_loader = None
         if self.skipped.count:
             log.warning(self.skipped.report())
 

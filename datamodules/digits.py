@@ -78,7 +78,9 @@ def load_digits() -> tuple[Tensor, Tensor]:
     try:
         from sklearn import datasets
     except ImportError as error:
-        raise ImportError("the digits come with scikit-learn, which is not installed: pip install mmpe[demo]") from error
+        raise ImportError(
+            "the digits come with scikit-learn, which is not installed: pip install mmpe[demo]"
+        ) from error
     bunch = datasets.load_digits()
     images = torch.from_numpy(bunch.images.astype(np.float32))[:, None] / 16
     return (images - MEAN) / STD, torch.from_numpy(bunch.target.astype(np.int64))

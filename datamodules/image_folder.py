@@ -80,7 +80,7 @@ class ImageTransforms:
             raise ValueError(f"transforms.crop_pct={self.crop_pct} must be above 0 and at most 1")
 
     def train(self, size: int) -> Transform:
-        """timm's training transform for one size."""
+        """The training transform for one size."""
         return create_transform(
             size,
             is_training=True,
@@ -99,10 +99,13 @@ class ImageTransforms:
         )
 
     def evaluate(self, size: int) -> Transform:
-        """timm's validation transform for one size: resize, centre crop, normalise."""
+        """The validation transform for one size: resize, centre crop, normalise."""
         return create_transform(
             size, interpolation=self.interpolation, crop_pct=self.crop_pct, mean=self.mean, std=self.std
         )
+
+
+DEFAULT_TRANSFORMS = ImageTransforms()
 
 
 class ImageData(SizedData):
@@ -164,7 +167,7 @@ class ImageFolder(ImageData):
         eval_batch_size: int | None = None,
         num_workers: int = 4,
         seed: int = 0,
-        transforms: ImageTransforms = ImageTransforms(),
+        transforms: ImageTransforms = DEFAULT_TRANSFORMS,
         on_error: OnError = "raise",
         max_errors: int = 100,
     ) -> None:
@@ -297,9 +300,7 @@ def unreadable(name: str, error: BaseException) -> ValueError:
     return ValueError(f"cannot read {name} ({describe(error)}); repair or remove it, or pass on_error='skip'")
 
 
-def stack_samples(
-    samples: Sequence[tuple[Tensor, int] | None], errors: list[tuple[str, str]], size: int
-) -> Batch:
+def stack_samples(samples: Sequence[tuple[Tensor, int] | None], errors: list[tuple[str, str]], size: int) -> Batch:
     """A batch of (image, label) pairs; None becomes a grey image of class 0 that is not valid."""
     blank = torch.zeros(3, size, size)
     images = [blank if sample is None else sample[0] for sample in samples]

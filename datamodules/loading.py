@@ -141,7 +141,7 @@ class _Keys:
         return len(self.keys)
 
 
-def as_is(batch: Batch) -> Batch:
+def as_is(batch: Any) -> Any:
     """The collate function of a loader whose data set returns whole batches."""
     return batch
 
@@ -150,7 +150,7 @@ def _torch_loader(source: Source, keys: _Keys, num_workers: int, persistent: boo
     # Its own generator, because the loader draws a base seed at every pass, and the model's stream must not notice.
     return DataLoader(
         _Keyed(source),  # type: ignore[arg-type]
-        sampler=keys,  # type: ignore[arg-type]
+        sampler=keys,
         batch_size=None,
         num_workers=num_workers,
         collate_fn=as_is,
@@ -244,9 +244,6 @@ class ResumableLoader(ABC):
             self._delivered += 1  # before the yield: a checkpoint of this step counts this batch
             yield batch
 
-    def close(self) -> None:
-        """End worker processes that are kept between epochs."""
-
 
 class TrainLoader(ResumableLoader):
     """Shuffled batches of a numbered source, sharded by rank, the last incomplete global batch dropped.
@@ -314,6 +311,7 @@ class TrainLoader(ResumableLoader):
         yield from self._loader
 
     def close(self) -> None:
+        """End the worker processes that are kept between epochs."""
         self._loader = None
 
 
@@ -340,9 +338,7 @@ class EvalLoader:
         skipped: takes the messages about broken samples out of the batches.
     """
 
-    def __init__(
-        self, source: Source, batch_size: int, num_workers: int = 0, skipped: SkipLog | None = None
-    ) -> None:
+    def __init__(self, source: Source, batch_size: int, num_workers: int = 0, skipped: SkipLog | None = None) -> None:
         check_counts(batch_size=batch_size, num_workers=num_workers)
         self.source, self.batch_size, self.skipped = source, batch_size, skipped
         self._num_workers = num_workers

@@ -61,7 +61,9 @@ class PartnerGrids(SizedData):
         self.eval_seed = eval_seed
 
     def make_train_loader(self, frozen: bool) -> ResumableLoader:
-        return self._train_loader_of(FreshGrids(self.steps_per_epoch, self.batch_size, self.grid_size, self.seed), frozen)
+        return self._train_loader_of(
+            FreshGrids(self.steps_per_epoch, self.batch_size, self.grid_size, self.seed), frozen
+        )
 
     def make_eval_loader(self, size: int) -> EvalLoader:
         fixed = FixedGrids(*grids.partner(self.eval_samples, size, generator(self.eval_seed, size, 2)))

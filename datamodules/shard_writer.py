@@ -127,11 +127,11 @@ def _claim(plan: _Plan, out: Path) -> None:
     elif foreign := sorted(entry.name for entry in out.glob("*.tar")):
         raise ValueError(f"{out} holds {foreign[0]}, which this did not write: choose an empty folder")
     else:
-        _replace(path, [json.dumps({"fingerprint": plan.fingerprint}).encode()])
+        write_atomically(path, [json.dumps({"fingerprint": plan.fingerprint}).encode()])
 
 
 def _write_shard(plan: _Plan, out: Path, number: int) -> None:
-    _replace(out / plan.name(number), _tar_parts(plan, number))
+    write_atomically(out / plan.name(number), _tar_parts(plan, number))
 
 
 def _tar_parts(plan: _Plan, number: int) -> Iterable[bytes]:
@@ -162,10 +162,10 @@ def _write_index(plan: _Plan, out: Path) -> None:
         "classes": plan.classes,
         "shards": shards,
     }
-    _replace(out / INDEX_NAME, [json.dumps(index, indent=1).encode()])
+    write_atomically(out / INDEX_NAME, [json.dumps(index, indent=1).encode()])
 
 
-def _replace(path: Path, parts: Iterable[bytes]) -> None:
+def write_atomically(path: Path, parts: Iterable[bytes]) -> None:
     """Write a file so that its name appears only with its whole contents, also after a power cut."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with open(temporary, "wb") as file:

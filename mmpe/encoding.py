@@ -94,6 +94,19 @@ class ComposedTerms(AttentionTerms):
                 total = term if total is None else total + term
         return total
 
+    def score_mod(self) -> ScoreMod | None:
+        biased = [part for part in iterate_terms(self) if type(part).bias is not AttentionTerms.bias]
+        mods = [mod for part in biased if (mod := part.score_mod()) is not None]
+        if not mods or len(mods) < len(biased):
+            return None
+
+        def all_of_them(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            for mod in mods:
+                score = mod(score, b, h, i, j)
+            return score
+
+        return all_of_them
+
 
 class PositionEncoding(nn.Module):
     """Base of all encodings: a token term (`embed`) and terms inside attention (`forward`).

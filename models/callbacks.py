@@ -7,6 +7,7 @@ import pickle
 import random
 import zipfile
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -105,25 +106,42 @@ class RunCheckpoint(ModelCheckpoint):
             auto_insert_metric_name=False,
         )
 
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # A run whose length is no multiple of the interval would otherwise end without its last steps on disk.
+        super().on_train_end(trainer, pl_module)
+        if self._last_global_step_saved != trainer.global_step and not self._should_skip_saving_checkpoint(trainer):
+            self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # The folder of this start is new, but what was best so far in the run still is.
+        super().load_state_dict({**state_dict, "dirpath": self.dirpath})
+
     def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
-        found = set(super()._find_last_checkpoints(trainer))
-        folder = trainer.logger.root_dir if _has_root(trainer) else trainer.default_root_dir
+        found = {Path(path) for path in super()._find_last_checkpoints(trainer)}
         if self.dirpath is None or not Path(self.dirpath).exists():
-            found |= {str(path) for path in Path(folder).glob(f"**/{self.CHECKPOINT_NAME_LAST}*{self.FILE_EXTENSION}")}
-        return {path for path in found if _is_same_run(path, trainer.lightning_module)}
+            found |= set(run_folder(trainer).glob(f"**/{self.CHECKPOINT_NAME_LAST}*{self.FILE_EXTENSION}"))
+        newest_first = sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+        return {str(path) for path in islice((p for p in newest_first if is_same_run(p, trainer.lightning_module)), 1)}
 
 
-def _has_root(trainer: pl.Trainer) -> bool:
-    return trainer.logger is not None and isinstance(getattr(trainer.logger, "root_dir", None), str)
+def run_folder(trainer: pl.Trainer) -> Path:
+    """The folder that holds every start of a run: the logger's, or `default_root_dir`."""
+    folder = getattr(trainer.logger, "root_dir", None)
+    return Path(folder if isinstance(folder, str) else trainer.default_root_dir)
 
 
-def _is_same_run(path: str, module: pl.LightningModule) -> bool:
+def is_same_run(path: Path, module: pl.LightningModule) -> bool:
     """True if the checkpoint was written by a run with this seed and these hyperparameters."""
-    if Path(path).is_dir():  # sharded by the strategy: its hyperparameters are not in one file
+    if path.is_dir():  # sharded by a strategy of Lightning: nothing in it tells the run
         return True
-    saved = AtomicCheckpointIO().load_checkpoint(path)
+    if is_torn(path):
+        raise ValueError(torn_message(path))
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError:  # written by other software: no task of ours stores more than plain values
+        return False
     seeds = [state["seed"] for name, state in saved.get("callbacks", {}).items() if name.startswith("StepSeed")]
-    return saved.get("hyper_parameters", {}) == dict(module.hparams) and (not seeds or seeds[0] == run_seed())
+    return saved.get("hyper_parameters", {}) == dict(module.hparams) and seeds in ([], [run_seed()])
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -158,10 +176,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         try:
             return super().load_checkpoint(path, map_location=map_location, weights_only=weights_only)
-        except (EOFError, RuntimeError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
+        except (EOFError, OSError, RuntimeError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
             if not is_torn(path):
                 raise
-            raise ValueError(_torn_message(Path(path))) from error
+            raise ValueError(torn_message(Path(path))) from error
 
 
 def is_torn(path: Any) -> bool:
@@ -169,7 +187,8 @@ def is_torn(path: Any) -> bool:
     return Path(path).is_file() and not zipfile.is_zipfile(path)
 
 
-def _torn_message(path: Path) -> str:
+def torn_message(path: Path) -> str:
+    """What to tell of an incomplete checkpoint: its size, and the newest whole one beside it."""
     others = sorted(
         (p for p in path.parent.glob("*.ckpt") if p != path and not is_torn(p)),
         key=lambda p: p.stat().st_mtime,

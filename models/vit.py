@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -409,6 +409,14 @@ class VisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="mmpe", ta
         names = ["encoding" if i is None else rf"encoding\.parts\.{i}\." for i, part in parts if part.kind == "token"]
         stem = "|".join(["cls_token", "reg_token", "patch_embed", "norm_pre", *names])
         return {"stem": rf"^(?:{stem})", "blocks": [(r"^blocks\.(\d+)", None), (r"^norm\.", (99999,))]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load weights; a checkpoint of another encoding or depth is a ValueError that says so, unless not `strict`."""
+        signed = getattr(state_dict, "_metadata", {}).get("", {}).get("encoding")
+        problem = vit_checkpoints.mismatch(self, state_dict, signed) if strict else None
+        if problem is not None:
+            raise ValueError(problem)
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def load_pretrained(self, checkpoint_path: str | Path, strict: bool = True) -> None:
         """Load weights of this model, or of a timm ViT, resampling patch kernel and position tables to this grid.

@@ -28,53 +28,68 @@ _WRAPPERS = ("model_ema", "model", "module", "state_dict")
 def register_hooks(model: VisionTransformer) -> None:
     """Make the model write its encoding into the metadata of its state dict, and compare when it loads one."""
     model.register_state_dict_post_hook(_sign)
-    model.register_load_state_dict_pre_hook(_compare)
+    model.register_load_state_dict_pre_hook(_explain)
 
 
 def _sign(model: nn.Module, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
     local_metadata["encoding"] = model.encoding_name
 
 
-def _compare(
+def _explain(
     model: nn.Module,
     state_dict: Mapping[str, Any],
     prefix: str,
     local_metadata: Mapping[str, Any],
     strict: bool,
+    missing_keys: list[str],
     *_: list[str],
 ) -> None:
-    if not strict:
-        return
-    name = local_metadata.get("encoding", model.encoding_name)
-    if name != model.encoding_name:
-        raise ValueError(
-            f"the checkpoint was made with encoding={name!r}, this model has encoding={model.encoding_name!r}; "
-            f"build it with encoding={name!r}, or load with strict=False"
+    # Inside of a module that loads, torch does not tell whether it is strict. Among the missing keys the explanation
+    # becomes part of the error if it is, and is only reported if it is not.
+    weights = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+    problem = mismatch(model, weights, local_metadata.get("encoding"))
+    if problem is not None:
+        missing_keys.append(f"{prefix}encoding ({problem})")
+
+
+def mismatch(model: nn.Module, weights: Mapping[str, Any], encoding: str | None = None) -> str | None:
+    """Why a checkpoint does not belong to this model; None if it may.
+
+    Args:
+        model: the model that would load it.
+        weights: names and tensors.
+        encoding: name of the encoding that the checkpoint was made with, if known.
+    """
+    if encoding not in (None, model.encoding_name):
+        return (
+            f"the checkpoint was made with encoding={encoding!r}, this model has encoding={model.encoding_name!r}; "
+            f"build it with encoding={encoding!r}, or load with strict=False"
         )
-    own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
-    _compare_depth(own, len(model.blocks))  # type: ignore[arg-type]
-    if own:
-        _compare_encoding(own, model)
+    if not weights:
+        return None
+    return _other_depth(weights, len(model.blocks)) or _other_encoding(weights, model)  # type: ignore[arg-type]
 
 
-def _compare_depth(state_dict: Mapping[str, Any], depth: int) -> None:
+def _other_depth(state_dict: Mapping[str, Any], depth: int) -> str | None:
     indices = {int(match[1]) for key in state_dict if (match := re.match(r"blocks\.(\d+)\.", key))}
     if indices and max(indices) + 1 != depth:
         found = max(indices) + 1
-        raise ValueError(f"the checkpoint has {found} blocks, this model depth={depth}; build it with depth={found}")
+        return f"the checkpoint has {found} blocks, this model depth={depth}; build it with depth={found}"
+    return None
 
 
-def _compare_encoding(state_dict: Mapping[str, Any], model: nn.Module) -> None:
+def _other_encoding(state_dict: Mapping[str, Any], model: nn.Module) -> str | None:
     encoding: nn.Module = model.encoding  # type: ignore[assignment]
     there = {key.removeprefix("encoding.") for key in state_dict if key.startswith("encoding.")}
     missing = {name for name, _ in encoding.named_parameters()} - there
     unknown = there - set(encoding.state_dict())
-    if missing or unknown:
-        raise ValueError(
-            f"the checkpoint is of another position encoding than this model's encoding={model.encoding_name!r}: "
-            f"it lacks {sorted(missing) or 'nothing'} and brings {sorted(unknown) or 'nothing'} under 'encoding.'; "
-            f"build the model with the encoding of the checkpoint, or load with strict=False"
-        )
+    if not missing and not unknown:
+        return None
+    return (
+        f"the checkpoint is of another position encoding than this model's encoding={model.encoding_name!r}: "
+        f"it lacks {sorted(missing) or 'nothing'} and brings {sorted(unknown) or 'nothing'} under 'encoding.'; "
+        f"build the model with the encoding of the checkpoint, or load with strict=False"
+    )
 
 
 def read_state_dict(path: Path, map_location: str = "cpu") -> dict[str, Any]:

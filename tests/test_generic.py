@@ -1,7 +1,7 @@
 """One suite for every registered encoding, in every number of axes: what a user may take for granted.
 
-A new encoding is tested here the moment it is registered. Tests whose docstring begins with "Fault:" are about a kind of
-fault that users reported to other libraries.
+A new encoding is tested here the moment it is registered. A docstring that begins with "Fault:" names a kind of fault
+that users reported to other libraries.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def test_dropped_tokens_leave_the_others_where_they_were(name: str, axes: int):
 
 @every
 def test_nothing_is_remembered_between_calls(name: str, axes: int):
-    """Fault: a second call with other positions gets the first call's angles (rotary-embedding-torch#11, xformers#728)."""
+    """Fault: a second call with other positions gets the first one's angles (rotary-embedding-torch#11, xformers#728)."""
     enc, small, large = build(name, axes), grid(axes), grid(axes, sizes=LARGER[axes])
     first, second, third = probe(enc, small), probe(enc, large), probe(enc, small)
     same(third, first)
@@ -370,8 +370,8 @@ def test_exports_without_complex_numbers(name: str):
     """Fault: exporters know no complex type and no aten::polar (sam2#186, onnx#6480)."""
     model = OnImages(transformer(name, 2))
     x = torch.randn(2, DIM, 4, 6)
-    sizes = {0: torch.export.Dim.DYNAMIC, 2: torch.export.Dim.DYNAMIC, 3: torch.export.Dim.DYNAMIC}
-    program = torch.export.export(model, (x,), dynamic_shapes=({k: v for k, v in sizes.items()},))
+    sizes = dict.fromkeys((0, 2, 3), torch.export.Dim.DYNAMIC)
+    program = torch.export.export(model, (x,), dynamic_shapes=(sizes,))
     for node in program.graph.nodes:
         value = node.meta.get("val")
         assert not (isinstance(value, Tensor) and value.is_complex()), f"{node} is complex"

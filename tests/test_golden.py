@@ -1,10 +1,11 @@
 """Our numbers beside those of the official code: every file of the golden folder, through the reader of its prefix.
 
-`MMPE_GOLDEN_DIR` names another folder. There, files without a reader are listed and do not fail: they belong to encodings
-that we may not have yet. In our own folder they fail.
+`MMPE_GOLDEN_DIR` names another folder. There, files without a reader are listed and do not fail: they belong to
+encodings that we may not have yet. In our own folder they fail.
 """
 
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -34,14 +35,16 @@ def check(comparison: Comparison) -> None:
 
 
 def test_folder_has_files():
-    assert FOLDER.is_dir(), f"golden folder {FOLDER} does not exist (MMPE_GOLDEN_DIR={os.environ.get('MMPE_GOLDEN_DIR')})"
+    assert FOLDER.is_dir(), f"golden folder {FOLDER} does not exist; MMPE_GOLDEN_DIR names another one"
     assert FILES, f"golden folder {FOLDER} has no .npz file: nothing would be checked"
     assert READABLE, f"no file of {FOLDER} has a reader: {UNREADABLE}"
 
 
 def test_every_file_has_a_reader(capsys: pytest.CaptureFixture[str]):
     with capsys.disabled():
-        print(f"\ngolden: checked {len(READABLE)} of {len(FILES)} files in {FOLDER}; no reader for {UNREADABLE}")
+        sys.stdout.write(
+            f"\ngolden: checked {len(READABLE)} of {len(FILES)} files in {FOLDER}; no reader for {UNREADABLE}\n"
+        )
     if FOLDER.resolve() == OWN.resolve():
         assert not UNREADABLE, f"no reader for {UNREADABLE}: add one in tests/golden_readers"
 

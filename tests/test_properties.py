@@ -1,4 +1,4 @@
-"""What encodings promise. `test_PROMISE[NAME]` checks a promise of an encoding, in every number of axes that it supports.
+"""What encodings promise: `test_PROMISE[NAME]` checks a promise of an encoding in every number of axes it supports.
 
 A promise is a word in the class attribute `promises`; `mmpe describe NAME` names the test of each.
 """
@@ -41,7 +41,7 @@ def scattered(axes: int, count: int = 11) -> Tensor:
 
 
 def at(coords: Tensor) -> mmpe.Positions:
-    return mmpe.Positions.points(coords, extent=(64.0,) * coords.shape[-1])
+    return mmpe.Positions.points(coords, extent=(16.0,) * coords.shape[-1])
 
 
 def same(ours: Any, theirs: Any, atol: float = 1e-5) -> None:
@@ -66,7 +66,7 @@ def check_translation(net: TinyTransformer) -> None:
     @settings(max_examples=10)
     @given(offset=st.lists(st.floats(-50, 50, width=32), min_size=net.enc.axes, max_size=net.enc.axes))
     def moved(offset: list[float]) -> None:
-        same(net(x, at(coords + torch.tensor(offset))), expected, atol=1e-4)
+        same(net(x, at(coords + torch.tensor(offset))), expected, atol=3e-4)
 
     moved()
 
@@ -86,7 +86,6 @@ def test_translation_invariant_in_the_thousands(name: str, dtype: torch.dtype):
             far = grid.coords.clone()
             far[:, axis] += 4096  # exact in float32, so what is left is the error of the angles
             found = net(x, mmpe.Positions.points(far, extent=grid.extent))
-            print(name, axis, float((found - net(x, grid)).abs().max()))
             same(found, net(x, grid), atol=1e-3)
 
 

@@ -1,4 +1,4 @@
-"""What the generic tests share: every registered encoding in every number of axes, and a small transformer around it."""
+"""What the generic tests share: all encodings in every number of axes, and a small transformer around them."""
 
 from __future__ import annotations
 

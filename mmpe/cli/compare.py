@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -72,13 +71,13 @@ class Outcome:
 
     Attributes:
         results: of the runs that finished, now or before.
-        failures: of the runs that failed: name -> one line.
+        failures: the runs that failed, with one line each.
         skipped: how many had been finished before.
         seconds: wall time of this call.
     """
 
     results: list[RunResult] = field(default_factory=list)
-    failures: dict[Job, str] = field(default_factory=dict)
+    failures: list[tuple[Job, str]] = field(default_factory=list)
     skipped: int = 0
     seconds: float = 0.0
 
@@ -97,8 +96,8 @@ def run_studies(studies: Sequence[Study], out: Path, workers: int) -> Outcome:
     """Run what is not finished yet, in `workers` processes of one thread each."""
     start, outcome = time.monotonic(), Outcome()
     jobs = [job for study in studies for job in study.jobs(out)]
-    done = {job: result for job in jobs if (result := job.finished()) is not None}
-    todo = [job for job in jobs if job not in done]
+    done = {job.folder: result for job in jobs if (result := job.finished()) is not None}
+    todo = [job for job in jobs if job.folder not in done]
     outcome.skipped = len(done)
     if done:
         print(f"{len(done)} of {len(jobs)} runs are finished already in {out}", flush=True)
@@ -110,14 +109,13 @@ def run_studies(studies: Sequence[Study], out: Path, workers: int) -> Outcome:
             elif event.kind == "progress":
                 progress.advanced(event.index, event.done, event.total)
             elif event.kind == "finished":
-                done[job] = event.result
+                done[job.folder] = event.result
                 progress.finished(event.index, _first_and_last(event.result))
             else:
-                outcome.failures[job] = event.message
+                outcome.failures.append((job, event.message))
                 _keep_trace(job, event.trace)
                 progress.finished(event.index, f"FAILED: {event.message} (see {job.folder / LOG_NAME})")
-    outcome.results = [done[job].for_job(job) if hasattr(done[job], "for_job") else job.chosen(done[job])
-                       for job in jobs if job in done]  # fmt: skip
+    outcome.results = [job.chosen(done[job.folder]) for job in jobs if job.folder in done]
     outcome.seconds = time.monotonic() - start
     return outcome
 
@@ -129,7 +127,7 @@ def write_all(studies: Sequence[Study], outcome: Outcome, out: Path, title: str,
     facts = {"command": command, "seeds": _seeds(studies), "runs": _runs(outcome), "wall time": duration(outcome.seconds)}
     parts, sections = [f"# {title}"], []
     for study, rows in tables:
-        failures = tuple(f"{job.name}: {text}" for job, text in outcome.failures.items() if job.task == study.title)
+        failures = tuple(f"{job.name}: {text}" for job, text in outcome.failures if job.task == study.title)
         parts += [f"## {study.title}", study.text, markdown(rows) if rows else "No run finished."]
         parts += [f"- Failed: {line}" for line in failures] + ["\n".join(f"- {note}" for note in study.notes)]
         sections.append(Section(study.title, study.text, rows, study.notes, failures))
@@ -229,5 +227,4 @@ def _seeds(studies: Sequence[Study]) -> str:
 
 def _runs(outcome: Outcome) -> str:
     new = len(outcome.results) - outcome.skipped
-    text = f"{new} now, {outcome.skipped} taken from before, {len(outcome.failures)} failed"
-    return f"{text}; {sys.executable.rsplit('/', 1)[-1]}"
+    return f"{new} now, {outcome.skipped} taken from before, {len(outcome.failures)} failed"

@@ -26,11 +26,11 @@ CONFIG_NAME = "config.yaml"
 class ConfigBesideCheckpoints(SaveConfigCallback):
     """Writes the whole configuration of a run next to its checkpoints, where `mmpe extrapolate` looks for it."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "overwrite": True, "save_to_log_dir": False})
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Nothing yet: which folder it will be is known once every callback has been set up."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Checkpoint folders are known only now, after every callback's setup."""
+        """Write the file into each checkpoint folder; a repeated or resumed run overwrites its own."""
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
         for folder in checkpoint_folders(trainer):

@@ -1,4 +1,4 @@
-"""Absolute encodings, added to the tokens before the first block: learned tables, sines and cosines, and none at all."""
+"""Absolute encodings, added to the tokens before the first block: learned tables, sines and cosines, none at all."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class NoEncoding(PositionEncoding):
 class LearnedAPE(PositionEncoding):
     """A learned vector for each cell of the training grid, added to the tokens once; other grids resample the table.
 
-    The table is (1, prefix + prod(grid_size), C). Its first rows belong to the first prefix tokens; prefix tokens beyond
-    them (registers) get nothing, and with `prefix=0` (timm's `no_embed_class`) the table covers patches alone.
+    The table is (1, prefix + prod(grid_size), C). Its first rows belong to the first prefix tokens; prefix tokens after
+    those (registers) get nothing, and with `prefix=0` (timm's `no_embed_class`) the table covers patches alone.
 
     Grids of another size resample the table by `resample_table`, at load time (`load_state_dict` of a table of another
     size) and at forward time by the same rule. Loose points sample it at their coordinates, which span the extent of
@@ -108,11 +108,12 @@ class LearnedAPE(PositionEncoding):
 
     def _rows(self, positions: Positions) -> Tensor:
         """What is added to every token, prefix tokens included: (1 or B, prefix + N, C)."""
-        table = self.table
+        table: Tensor = self.table
         if positions.grid_size is None:
             extent = self.grid_size if positions.extent is None else positions.extent
-            patches = sample_table(table[:, self.prefix :], self.grid_size, positions.coords, extent, self.interpolation)
-            table = torch.cat([table[:, : self.prefix].expand(patches.shape[0], -1, -1), patches], dim=1)
+            named, cells = table[:, : self.prefix], table[:, self.prefix :]
+            patches = sample_table(cells, self.grid_size, positions.coords, extent, self.interpolation)
+            table = torch.cat([named.expand(patches.shape[0], -1, -1), patches], dim=1)
         else:
             table = resample_table(
                 table, positions.grid_size, self.grid_size, self.prefix, self.interpolation, self.antialias
@@ -124,7 +125,7 @@ class LearnedAPE(PositionEncoding):
         return torch.cat([named, F.pad(patches, (0, 0, registers, 0))], dim=1)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Resize a table of another grid on the way in; where it says nothing of its grid, equal counts are equal grids."""
+        """Resize a table of another grid on the way in; without a word on its grid, equal counts are equal grids."""
         loaded, grid = state_dict.get(f"{prefix}table"), state_dict.get(f"{prefix}table_grid")
         if isinstance(loaded, Tensor) and loaded.dim() == 3 and loaded.shape[-1] == self.dim:
             known = None if grid is None else tuple(grid.tolist())
@@ -146,8 +147,8 @@ class SinCosAPE(PositionEncoding):
     Layouts (blocks of C / (2A) channels, frequencies T^(-f / (C / (2A)))), for positions (y, x):
     "mae" [sin x, cos x, sin y, cos y] (last axis first, angles in float64); "timm" [sin y, sin x, cos y, cos x];
     "timm-interleaved" [sin y, cos y, sin x, cos x] (timm's `interleave_sin_cos`); "diffusers" is "mae" in 1D and 2D and
-    CogVideoX's in 3D: a quarter [sin t, cos t], three quarters [sin x, cos x, sin y, cos y]; "pape-nd" takes any C: C // A
-    channels an axis, the last one the remainder, [sines, cosines] axis by axis in the order of the positions.
+    CogVideoX's in 3D: a quarter [sin t, cos t], three quarters [sin x, cos x, sin y, cos y]; "pape-nd" takes any C:
+    C // A channels an axis, the last one the remainder, [sines, cosines] axis by axis in the order of the positions.
 
     Args:
         layout: order of the channels, see above. A checkpoint trained with one layout fails silently with another.
@@ -315,14 +316,13 @@ def _sines_cosines(points: Tensor, width: int, temperature: float) -> tuple[Tens
 
 def _resize(grid: Tensor, sizes: tuple[int, ...], interpolation: Interpolation, antialias: bool) -> Tensor:
     """Separable resize (*old, C) -> (*sizes, C); torch has antialias and cubic kernels for images only."""
-    *old, channels = grid.shape
-    if len(sizes) == 1:
-        return _resize_images(grid[None, :, None], (sizes[0], 1), interpolation, antialias).reshape(sizes[0], channels)
     if len(sizes) == 2:
         return _resize_images(grid[None], sizes, interpolation, antialias)[0]
-    frames = _resize_images(grid, sizes[1:], interpolation, antialias)  # (t, h', w', C)
-    columns = frames.reshape(1, old[0], 1, -1)
-    return _resize_images(columns, (sizes[0], 1), interpolation, antialias).reshape(*sizes, channels)
+    if len(sizes) == 3:
+        grid = _resize_images(grid, sizes[1:], interpolation, antialias)  # (t, h', w', C)
+    # A row and not a column: torch resizes images of width 1 wrongly with antialias when channels come first.
+    row = grid.reshape(1, 1, grid.shape[0], -1)
+    return _resize_images(row, (1, sizes[0]), interpolation, antialias).reshape(*sizes, -1)
 
 
 def _resize_images(images: Tensor, size: tuple[int, ...], interpolation: Interpolation, antialias: bool) -> Tensor:

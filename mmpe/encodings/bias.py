@@ -24,8 +24,8 @@ class ALiBi2D(PositionEncoding):
     flex_attention does without it.
 
     Args:
-        prefix_rule: "exempt" gives prefix tokens no bias in either direction, which keeps a class token neutral; "origin"
-            places them one step before the first patch, as PaPE's baseline does, so that they prefer its corner.
+        prefix_rule: "exempt" gives prefix tokens no bias in either direction, which keeps a class token neutral;
+            "origin" places them one step before the first patch, as PaPE's baseline does: they prefer its corner.
     """
 
     kind = "bias"
@@ -36,9 +36,7 @@ class ALiBi2D(PositionEncoding):
     parity = "official"
     cost = "one N x N distance per call, or none with flex_attention"
 
-    def __init__(
-        self, dim: int, heads: int, axes: int = 2, depth: int = 1, prefix_rule: PrefixRule = "exempt"
-    ) -> None:
+    def __init__(self, dim: int, heads: int, axes: int = 2, depth: int = 1, prefix_rule: PrefixRule = "exempt") -> None:
         super().__init__(dim, heads, axes, depth)
         if prefix_rule not in get_args(PrefixRule):
             raise ValueError(f"prefix_rule={prefix_rule!r} must be one of {', '.join(map(repr, get_args(PrefixRule)))}")

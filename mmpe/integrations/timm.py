@@ -97,9 +97,8 @@ def restore(model: M) -> M:
 
 
 def _inner(model: nn.Module) -> Any:
-    from timm.models import FeatureGetterNet
-
-    return model.model if isinstance(model, FeatureGetterNet) else model
+    # The wrapper's class is private to timm; a wrapped model under this name is what marks it.
+    return model.model if hasattr(model, "out_indices") else model
 
 
 def _fitting(model: Any, encoding: str | PositionEncoding, options: dict[str, Any]) -> PositionEncoding:

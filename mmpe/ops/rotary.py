@@ -150,16 +150,37 @@ def _table_gradient(grad: Tensor, x: Tensor, cos: Tensor, half: bool) -> tuple[T
 
 
 def _rotate_compiled(x: Tensor, cos: Tensor, sin: Tensor, half: bool) -> Tensor:
-    if half or cos.requires_grad or sin.requires_grad or not _words_pay(x, cos):
+    if cos.requires_grad or sin.requires_grad or torch.compiler.is_exporting():
+        return rotate_plain(x, cos, sin, half)
+    return _RotateCompiled.apply(x, cos, sin, half)
+
+
+class _RotateCompiled(torch.autograd.Function):
+    """Rotation by a fixed table for compilers: backward is the same code again, not the derivative of slices and cat."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin, half):  # type: ignore[no-untyped-def]
+        ctx.half = half
+        ctx.save_for_backward(cos, sin)
+        return _rotate_traced(x, cos, sin, half)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        cos, sin = ctx.saved_tensors
+        return _rotate_traced(grad, cos, -sin, ctx.half), None, None, None
+
+
+def _rotate_traced(x: Tensor, cos: Tensor, sin: Tensor, half: bool) -> Tensor:
+    if half or not _words_pay(x, cos):
         return rotate_plain(x, cos, sin, half)
     width = 2 * cos.shape[-1]
-    rotated = _RotateWords.apply(x[..., :width], cos, sin)
+    rotated = _rotate_words(x[..., :width], cos, sin)
     return rotated if width == x.shape[-1] else torch.cat((rotated, x[..., width:]), -1)
 
 
 def _words_pay(x: Tensor, cos: Tensor) -> bool:
-    """Whether interleaved planes are better read as integer words: on the CPU, for two dtypes, and never exported."""
-    if not (fused_enabled() and _LITTLE_ENDIAN) or torch.compiler.is_exporting() or x.device.type != "cpu":
+    """Whether interleaved planes are better read as integer words: on the CPU, for two dtypes."""
+    if not (fused_enabled() and _LITTLE_ENDIAN) or x.device.type != "cpu":
         return False
     return x.dtype in (torch.float32, torch.bfloat16) and cos.dtype == torch.float32
 
@@ -200,17 +221,3 @@ def _round_to_upper_half(value: Tensor) -> Tensor:
     """
     bits = value.view(torch.int32)
     return bits + ((bits >> 16 & 1) + 0x7FFF)
-
-
-class _RotateWords(torch.autograd.Function):
-    """`_rotate_words` with its backward pass; integers have no derivative of their own."""
-
-    @staticmethod
-    def forward(ctx, x, cos, sin):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(cos, sin)
-        return _rotate_words(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        cos, sin = ctx.saved_tensors
-        return _rotate_words(grad, cos, -sin), None, None

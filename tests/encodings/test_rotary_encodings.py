@@ -14,14 +14,16 @@ from mmpe.encodings.rotary import RotaryEncoding, timm_table
 from mmpe.rotary import pairing_permutation
 
 
-def rotary(name: str, head_dim: int = 16, heads: int = 2, axes: int = 2, depth: int = 1, **options: Any) -> RotaryEncoding:
+def rotary(
+    name: str, head_dim: int = 16, heads: int = 2, axes: int = 2, depth: int = 1, **options: Any
+) -> RotaryEncoding:
     enc = create_encoding(name, head_dim * heads, heads, axes, depth, **options)
     assert isinstance(enc, RotaryEncoding)
     return enc
 
 
-def queries(positions: Positions, head_dim: int = 16, heads: int = 2, batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (batch, heads, positions.num_tokens, head_dim)
+def queries(positions: Positions, head_dim: int = 16, heads: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (2, heads, positions.num_tokens, head_dim)
     return torch.randn(shape), torch.randn(shape)
 
 
@@ -78,7 +80,8 @@ def test_axial_equals_timm_dinov3(options: dict[str, Any]) -> None:
     renamed = {"temperature": "base", "rotate_half": "half"}
     ours = {renamed.get(name, name): value for name, value in options.items()}
     theirs = RotaryEmbeddingDinoV3(16, **options).eval().get_embed((5, 7))
-    torch.testing.assert_close(table_of(rotary("rope_axial", convention="dinov3", **ours), 5, 7), theirs, atol=1e-6, rtol=0)
+    enc = rotary("rope_axial", convention="dinov3", **ours)
+    torch.testing.assert_close(table_of(enc, 5, 7), theirs, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("indexing", ["xy", "ij"])
@@ -154,7 +157,10 @@ OTHER = pytest.importorskip("rotary_embedding_torch")
         ({}, {}),
         ({"interpolate_factor": 2.0}, {"interpolate_factor": 2.0}),
         ({"theta_rescale": 4.0, "rotary_dim": 8}, {"theta_rescale_factor": 4.0, "dim": 8}),
-        ({"spectrum": "constant", "coordinates": "index"}, {"freqs_for": "constant"}),
+        (
+            {"spectrum": "constant", "coordinates": "index"},
+            {"freqs_for": "constant", "num_freqs": 8, "cache_if_possible": False},
+        ),
     ],
     ids=["plain", "interpolate", "ntk-partial", "constant"],
 )
@@ -272,7 +278,7 @@ def test_dinov3_sees_the_shape_of_the_grid_and_not_its_size() -> None:
 def test_eva02_stretches_every_grid_to_its_reference() -> None:
     enc = rotary("rope_axial", convention="eva02")
     large, small = enc.coordinates(Positions.grid(32, 48)), enc.coordinates(Positions.grid(16, 16))
-    assert large[-1].tolist() == [15.5, 16 - 1 / 3]
+    torch.testing.assert_close(large[-1], torch.tensor([15.5, 16 - 1 / 3]))
     assert small[-1].tolist() == [15.0, 15.0]
 
 

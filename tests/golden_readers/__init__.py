@@ -1,7 +1,7 @@
 """Readers of golden files: each builds our encoding from the arrays of a file and says what to compare.
 
-A file is called `PREFIX__CASE.npz`. Sizes, options, parameters, inputs and outputs are arrays in it, so one reader serves
-every file of its prefix, also with other numbers than ours.
+A file is called `PREFIX__CASE.npz`. Sizes, options, parameters, inputs and outputs are arrays in it, so one reader
+serves every file of its prefix, also with other numbers than ours.
 """
 
 from __future__ import annotations

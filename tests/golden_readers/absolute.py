@@ -1,10 +1,10 @@
 """Learned tables (resampling) and sin-cos tables."""
 
 import torch
-from golden_readers import Arrays, Comparison, reader
 from torch import Tensor
 
 import mmpe
+from golden_readers import Arrays, Comparison, reader
 from mmpe.encodings.absolute import resample_table
 
 ATOL = 1e-6
@@ -76,5 +76,3 @@ def _table(dim: int, sizes: tuple[int, ...], prefix: int = 0, **options: object)
     enc = mmpe.create_encoding("ape_sincos", dim=dim, heads=1, axes=len(sizes), **options)
     positions = mmpe.Positions.of_size(sizes, prefix=prefix)
     return enc.embed(torch.zeros(1, positions.num_tokens, dim), positions)[0]
-
-

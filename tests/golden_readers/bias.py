@@ -1,10 +1,10 @@
 """Biases on the logits."""
 
 import torch
-from golden_readers import Arrays, Comparison, reader
 from torch import Tensor
 
 import mmpe
+from golden_readers import Arrays, Comparison, reader
 from mmpe.encodings.bias import alibi_slopes
 
 

@@ -1,9 +1,9 @@
 """Position encoding generators."""
 
 import torch
-from golden_readers import Arrays, Comparison, reader
 
 import mmpe
+from golden_readers import Arrays, Comparison, reader
 from mmpe.encodings.conditional import fold_identity, peg
 
 ATOL = 1e-6

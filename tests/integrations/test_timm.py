@@ -49,13 +49,13 @@ def run(code: str) -> str:
     ).stdout.strip()
 
 
-@pytest.mark.parametrize("order", ["import mmpe, timm", "import timm, mmpe", "import mmpe.models.vit, timm"])
-def test_timm_finds_our_models_in_either_order(order: str) -> None:
+@pytest.mark.parametrize("order", ["import timm, mmpe", "import mmpe.models.vit, timm"])
+def test_timm_finds_our_models_when_it_came_first(order: str) -> None:
     code = f"{order}; print(len(timm.list_models('mmpe_vit_*')), timm.is_model('mmpe_vit_small_patch16_224'))"
     assert run(code) == "12 True"
 
 
-def test_importing_mmpe_imports_no_timm_and_asking_for_timm_is_harmless() -> None:
+def test_timm_finds_our_models_when_it_comes_later_and_mmpe_does_not_import_it() -> None:
     code = (
         "import importlib.util, sys, mmpe; importlib.util.find_spec('timm'); print('timm' in sys.modules, end=' ');"
         "import timm; print(timm.is_model('mmpe_vit_base_patch8_224'), any('WaitForTimm' in repr(f) for f in sys.meta_path))"
@@ -71,38 +71,31 @@ def test_swap_trains_at_any_size(case: str, encoding: str) -> None:
     assert set_position_encoding(model, encoding) is model
     names = {name for name, _ in model.named_parameters()}
     assert {name for name in names if not name.startswith("encoding.")} == kept
-    assert {name for name in names if name.startswith("encoding.")} <= model.no_weight_decay()
+    assert {f"encoding.{name}" for name in model.encoding.no_weight_decay()} <= model.no_weight_decay() & names
     model.train()
     model(images(model, 3, 5)).square().sum().backward()
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_swap_of_the_same_encoding_changes_nothing() -> None:
-    """The model with our axial rotation in place of timm's own is the same function."""
-    for case, convention in (("mixed", None), ("eva02", "eva02"), ("dinov3", "dinov3")):
-        model = build(case)
-        x = images(model, 3, 5)
-        with torch.no_grad():
-            expected = model(x)
-            if convention is None:
-                freqs = model.rope.freqs.clone()
-                set_position_encoding(model, "rope_mixed")
-                model.encoding.freqs.copy_(freqs)
-            else:
-                set_position_encoding(model, "rope_axial" if case == "dinov3" else "rope_axial", convention=convention)
-            if case == "eva02":  # it has a position table as well
-                torch.testing.assert_close(restore(model)(x), expected)
-                continue
-            torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=1e-5)
-
-
-def test_swap_of_the_same_table_changes_nothing() -> None:
-    model = build("plain")
-    x = images(model, 5, 3)
+@pytest.mark.parametrize(
+    ("case", "encoding", "options"),
+    [
+        ("plain", "ape_learned", {}),
+        ("registers", "ape_learned", {}),
+        ("mixed", "rope_mixed", {}),
+        ("axial_ape", "ape_learned+rope_axial", {}),
+        ("eva02", "ape_learned+rope_axial", {"convention": "eva02"}),
+        ("dinov3", "rope_axial", {"convention": "dinov3"}),
+    ],
+)
+def test_swap_for_what_the_model_had_changes_nothing(case: str, encoding: str, options: dict[str, object]) -> None:
+    model = build(case)
+    x = images(model, 3, 5)
     with torch.no_grad():
-        expected, table = model(x), model.pos_embed.clone()
-        set_position_encoding(model, "ape_learned")
-        model.encoding.table.copy_(table)
+        expected, had = model(x), [p.clone() for n, p in model.named_parameters() if n in ("pos_embed", "rope.freqs")]
+        set_position_encoding(model, encoding, **options)
+        for new, old in zip(model.encoding.parameters(), had, strict=True):
+            new.copy_(old)
         torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=1e-5)
 
 

@@ -97,7 +97,9 @@ def test_pairing_of_channels_is_converted(case: str, half: bool) -> None:
         back = timm.create_model(name, **kwargs).eval()
         back.load_state_dict(state)
         torch.testing.assert_close(back(x), theirs(x), atol=1e-5, rtol=1e-5)
-        wrong = VisionTransformer(**{**ours.config, "encoding_options": {**ours.config["encoding_options"], "half": not half}})
+        wrong = VisionTransformer(
+            **{**ours.config, "encoding_options": {**ours.config["encoding_options"], "half": not half}}
+        )
         wrong.load_state_dict(ours.state_dict())
         assert (wrong.eval()(x) - theirs(x)).abs().max() > 1e-3  # the flag does matter at these weights
 
@@ -135,7 +137,11 @@ def test_our_scaled_positions_are_eva_reference_grid() -> None:
     ("name", "kwargs", "message"),
     [
         ("resnet18", {}, "ResNet"),
-        ("vit_base_patch32_plus_256", {"img_size": 64, "block_fn": timm.models.vision_transformer.ResPostBlock}, "ResPost"),
+        (
+            "vit_base_patch32_plus_256",
+            {"img_size": 64, "block_fn": timm.models.vision_transformer.ResPostBlock},
+            "ResPost",
+        ),
         ("beit_base_patch16_224", {}, "Beit"),
         ("vit_small_patch16_dinov3", {"attn_only_layer_scale": True, "num_classes": 7}, "LayerScale"),
     ],
