@@ -10,6 +10,10 @@ Three rules make it so:
 The loaders here are no `torch.utils.data.DataLoader`, therefore Lightning never wraps their sampler: they shard by rank
 themselves, and `Trainer(use_distributed_sampler=...)` changes nothing. `_batches` runs at the first `next`, not at
 `iter`: on resume Lightning calls `iter` before it sets the epoch.
+
+A checkpoint may be saved at any step, after a validation or at the end of an epoch. One case is Lightning's own: with
+`max_steps` and no validation in an epoch, resuming from its end adds a step to that epoch, and the order moves. Save
+by steps there.
 """
 
 from __future__ import annotations

@@ -6,13 +6,14 @@ Shapes: B batch, H heads, N tokens (prefix included), D head dim, C model width,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from .positions import Positions
 
+_HALF = (torch.float16, torch.bfloat16)
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -108,7 +109,28 @@ class ComposedTerms(AttentionTerms):
         return all_of_them
 
 
-class PositionEncoding(nn.Module):
+class FloatModule(nn.Module):
+    """A module whose own float32 parameters and buffers stay float32 when the model is cast to half precision."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # Frequencies and fixed scales lose their meaning in bf16, so only the device follows the model.
+        parameters = {n: p.data for n, p in self._parameters.items() if p is not None and p.dtype == torch.float32}
+        buffers = {n: b for n, b in self._buffers.items() if b is not None and b.dtype == torch.float32}
+        super()._apply(fn, recurse)
+        for name, data in parameters.items():
+            p = self._parameters[name]
+            if p is not None and p.dtype in _HALF:
+                grad, p.grad = p.grad, None
+                p.data = data.to(p.device)  # the same Parameter object: an optimiser may hold it
+                p.grad = None if grad is None else grad.float()
+        for name, buffer in buffers.items():
+            moved = self._buffers[name]
+            if moved is not None and moved.dtype in _HALF:
+                self._buffers[name] = buffer.to(moved.device)
+        return self
+
+
+class PositionEncoding(FloatModule):
     """Base of all encodings: a token term (`embed`) and terms inside attention (`forward`).
 
     Args:
@@ -195,18 +217,6 @@ class PositionEncoding(nn.Module):
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, heads={self.heads}, axes={self.axes}, depth={self.depth}"
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PositionEncoding:
-        """Move with the model, but keep float32 parameters float32: frequencies lose their meaning in bf16."""
-        kept = {name: p.data for name, p in self._parameters.items() if p is not None and p.dtype == torch.float32}
-        super()._apply(fn, recurse)
-        for name, old in kept.items():
-            p = self._parameters[name]
-            if p is not None and p.dtype in (torch.float16, torch.bfloat16):
-                grad, p.grad = p.grad, None
-                p.data = old.to(p.device)  # the same Parameter object: an optimiser may hold it
-                p.grad = None if grad is None else grad.float()
-        return self
 
 
 class SumEncoding(PositionEncoding):

@@ -60,10 +60,10 @@ def _panels(ax: Axes | Sequence[Axes] | None, count: int, **options: Any) -> tup
         for spare in axes[count:]:
             spare.set_axis_off()
         return figure, axes[:count]
-    given = list(ax) if isinstance(ax, Sequence) or hasattr(ax, "flat") else [ax]
+    given: list[Any] = list(ax) if isinstance(ax, Sequence) or hasattr(ax, "flat") else [ax]
     if len(given) < count:
         raise ValueError(f"this plot has {count} panels, ax holds {len(given)}")
-    return given[0].figure, given[:count]  # type: ignore[return-value]
+    return given[0].figure, given[:count]
 
 
 def frequencies(values: Tensor, axes: Sequence[str] = ("h", "w"), *, title: str = "", ax: Axes | None = None) -> Figure:
@@ -108,8 +108,8 @@ def frequency_plane(values: Tensor, *, title: str = "", ax: Axes | None = None) 
         raise ValueError(f"frequency_plane draws two axes, got values of shape {tuple(values.shape)}")
     figure, (panel,) = _panels(ax, 1, width=4.6, height=4.0)
     for h, head in enumerate(heads):
-        style = {"marker": MARKERS[h % len(MARKERS)], "color": COLOURS[h % len(COLOURS)]}
-        panel.plot(head[1], head[0], linestyle="none", markersize=5, alpha=0.8, label=f"head {h}", **style)
+        marker, colour = MARKERS[h % len(MARKERS)], COLOURS[h % len(COLOURS)]
+        panel.plot(head[1], head[0], marker, color=colour, markersize=5, alpha=0.8, label=f"head {h}")
     bound = 1.1 * max(float(heads.abs().max()), 1e-6)
     panel.axhline(0, color="0.7", linewidth=0.8, zorder=0)
     panel.axvline(0, color="0.7", linewidth=0.8, zorder=0)
@@ -154,9 +154,8 @@ def attention_decay(
         _mark(panel, positions, token)
         panel.set_title(f"head {h}", fontsize="medium")
     figure.colorbar(image, ax=panels, label="score below the maximum", shrink=0.8)
-    name = encoding.name or "+".join(part.name for part in getattr(encoding, "parts", ()))
     if ax is None:
-        figure.suptitle(f"{name}, block {layer}: scores of the marked token to equal contents")
+        figure.suptitle(f"{name_of(encoding)}, block {layer}: scores of the marked token to equal contents")
     return figure
 
 
@@ -192,7 +191,7 @@ def similarity(
         panel.set_title(f"token {tuple(token)}", fontsize="small")
     figure.colorbar(image, ax=panels, label=label, shrink=0.8)
     if ax is None:
-        figure.suptitle(f"{encoding.name}: similarity by position")
+        figure.suptitle(f"{name_of(encoding)}: similarity by position")
     return figure
 
 
@@ -221,14 +220,14 @@ def extrapolation(
         if row.positions not in (positions, "any"):
             continue
         i = names.index(row.encoding)
-        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)],
-                 "linestyle": DASHES[(i // len(COLOURS)) % len(DASHES)]}  # fmt: skip
+        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+        dash = DASHES[(i // len(COLOURS)) % len(DASHES)]
         sizes = sorted(row.scores)
         mean = [100 * row.scores[s].mean for s in sizes]
         std = [100 * (row.scores[s].std or 0.0) for s in sizes]
-        panel.plot(sizes, mean, label=row.encoding, linewidth=1.8, markersize=5, **style)
+        panel.plot(sizes, mean, label=row.encoding, linewidth=1.8, markersize=5, color=colour, marker=marker, linestyle=dash)
         low, high = zip(*((m - s, m + s) for m, s in zip(mean, std, strict=True)), strict=True)
-        panel.fill_between(sizes, low, high, color=style["color"], alpha=0.12, linewidth=0)
+        panel.fill_between(sizes, low, high, color=colour, alpha=0.12, linewidth=0)
     ticks = sorted({size for row in rows for size in row.scores})
     panel.set_xticks(ticks, [f"{size:g}x" for size in ticks])
     panel.set(xlabel="size, in training sizes", ylabel=ylabel, title=title)
@@ -286,6 +285,11 @@ def scores(
         logits = (q @ k.transpose(-1, -2)) * scale * factor
         bias = terms.bias(q, k)
     return logits if bias is None else logits + bias
+
+
+def name_of(encoding: PositionEncoding) -> str:
+    """The registered name, or those of the parts of a sum."""
+    return encoding.name or "+".join(part.name for part in getattr(encoding, "parts", ())) or type(encoding).__name__
 
 
 def _similarity_matrix(encoding: PositionEncoding, positions: Positions, layer: int, head: int) -> tuple[Tensor, str]:

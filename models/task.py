@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric

@@ -52,9 +52,10 @@ def _refuse_foreign(model: Any) -> None:
     if block_class is None:
         raise ValueError(f"cannot convert {type(model).__name__}; timm's VisionTransformer and Eva can be converted")
     block: Any = model.blocks[0]
-    attention: Any = block.attn if type(block) is block_class else None
-    if attention is None:
-        raise ValueError(f"cannot convert blocks of class {type(block).__name__}, only {block_class.__name__}")
+    found_class: type = type(block)
+    if found_class is not block_class:
+        raise ValueError(f"cannot convert blocks of class {found_class.__name__}, only {block_class.__name__}")
+    attention = block.attn
     faults = {
         "gated attention": getattr(attention, "gate", None) is not None,
         "grouped keys": getattr(attention, "num_kv_heads", attention.num_heads) != attention.num_heads,
@@ -112,7 +113,7 @@ def _read_encoding(model: Any) -> tuple[str, dict[str, Any]]:
         names.append("ape_learned")
     rope = getattr(model, "rope", None)
     if rope is not None:
-        name, options = _read_rope(rope, model.blocks[0].attn.rotate_half)
+        name, options = _read_rope(rope, getattr(model.blocks[0].attn, "rotate_half", False))
         names.append(name)
     return "+".join(names) or "none", options
 
@@ -122,7 +123,7 @@ def _read_rope(rope: Any, half: bool) -> tuple[str, dict[str, Any]]:
     if kind == "RotaryEmbeddingMixed":
         return "rope_mixed", {"base": rope.temperature, "grid_indexing": rope.grid_indexing, "half": half}
     shared = {"grid_offset": rope.grid_offset, "grid_indexing": rope.grid_indexing, "half": half}
-    if kind == "RotaryEmbeddingCat" and not rope.in_pixels and rope.grid_type == "index":
+    if kind == "RotaryEmbeddingCat" and not rope.in_pixels and getattr(rope, "grid_type", "index") == "index":
         reference = None if rope.ref_feat_shape is None else tuple(rope.ref_feat_shape)
         return "rope_axial", {"base": float(rope.temperature), "ref_feat_shape": reference, **shared}
     if kind == "RotaryEmbeddingDinoV3":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,15 +69,22 @@ def cli_of(checkpoint: Path, config: str | None = None, overrides: list[str] | N
         raise UsageError(f"{path} is no config of mmpe fit: it has no model")
     for key in _OF_THE_RUN:
         experiment.pop(key, None)
-    text = yaml.safe_dump(experiment, sort_keys=False)
-    return Cli(["--config", text, *(overrides or [])], run=False, **options)
+    with tempfile.TemporaryDirectory() as folder:
+        cleaned = Path(folder, "config.yaml")
+        cleaned.write_text(yaml.safe_dump(experiment, sort_keys=False), encoding="utf-8")
+        return Cli(["--config", str(cleaned), *(overrides or [])], run=False, **options)
 
 
 def load_model(path: str, config: str | None = None) -> pl.LightningModule:
     """The trained task of a checkpoint, in evaluation mode."""
     from mmpe.models.task import load_weights
 
+    from .lightning import quiet
+
+    quiet()
     checkpoint = find_checkpoint(path)
-    task = cli_of(checkpoint, config, ["--trainer.logger=false", "--trainer.accelerator=cpu"]).model
+    fixed = ["--trainer.logger=false", "--trainer.callbacks=[]", "--trainer.accelerator=cpu"]
+    with contextlib.redirect_stdout(sys.stderr):  # what libraries print meanwhile
+        task = cli_of(checkpoint, config, fixed).model
     task.load_state_dict(load_weights(str(checkpoint)))
     return task.eval()

@@ -24,9 +24,11 @@ from .workers import run_all
 POSITIONS = ("raw", "scaled")
 NOTES = (
     "The deviation is over training seeds on one split of the data; it says nothing about another split.",
-    "Raw positions count cells beyond the trained range. Scaled positions stretch every grid to the trained range, which "
-    "is what resampling a learned table does: compare a learned table with scaled rotary positions, not with raw ones.",
-    "One set of hyperparameters for all encodings, tuned for none: the curves show kinds of failure, they rank nothing.",
+    "Raw positions count cells beyond the trained range. Scaled positions stretch every grid to the trained range, "
+    "which is what resampling a learned table does: compare a learned table with scaled rotary positions, not with raw "
+    "ones.",
+    "All encodings share one set of hyperparameters, tuned for none of them: read kinds of failure off the curves, not "
+    "a ranking.",
 )
 
 
@@ -124,7 +126,8 @@ def write_all(studies: Sequence[Study], outcome: Outcome, out: Path, title: str,
     """Print the tables; write table.md, results.json, extrapolation.png and report.html."""
     out.mkdir(parents=True, exist_ok=True)
     tables = [(s, summarise(r for r in outcome.results if r.task == s.title)) for s in studies]
-    facts = {"command": command, "seeds": _seeds(studies), "runs": _runs(outcome), "wall time": duration(outcome.seconds)}
+    facts = {"command": command, "seeds": _seeds(studies), "runs": _runs(outcome)}
+    facts |= {"wall time": duration(outcome.seconds), "CPU time of all trainings": duration(_cpu_seconds(outcome))}
     parts, sections = [f"# {title}"], []
     for study, rows in tables:
         failures = tuple(f"{job.name}: {text}" for job, text in outcome.failures if job.task == study.title)
@@ -223,6 +226,10 @@ def _keep_trace(job: Job, trace: str) -> None:
 
 def _seeds(studies: Sequence[Study]) -> str:
     return "; ".join(f"{study.title}: {', '.join(map(str, study.seeds))}" for study in studies)
+
+
+def _cpu_seconds(outcome: Outcome) -> float:
+    return sum(result.seconds for result in outcome.results)
 
 
 def _runs(outcome: Outcome) -> str:

@@ -18,7 +18,8 @@ def main(command: str, argv: list[str]) -> int:
     p.add_argument("--path", action="store_true", help="print full paths")
     args = p.parse_args(argv)
     if args.copy:
-        print(copy(*args.copy, force=args.force))
+        name, target = args.copy
+        print(copy(name, target, force=args.force))
         return 0
     for name in shipped():
         path = root() / name

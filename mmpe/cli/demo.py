@@ -15,18 +15,18 @@ TITLE = "Position encodings beyond the training size"
 DIGITS = ("none", "ape_learned", "rope_axial", "rope_axial:base=10", "rope_mixed", "pape")
 PARTNER = ("none", "alibi_2d", "ape_learned", "rope_axial", "rope_mixed", "pape")
 DIGITS_TEXT = (
-    "Accuracy in per cent on 500 real handwritten digits. A small ViT is trained on 1297 others at 16x16 pixels (4x4 "
-    "patches) and sees the 500 enlarged, up to 48x48 pixels (12x12 patches)."
+    "Accuracy in per cent on 500 real handwritten digits. A small ViT is trained on 1297 others at 16x16 pixels "
+    "(4x4 patches) and sees the 500 enlarged, up to 48x48 pixels (12x12 patches)."
 )
 PARTNER_TEXT = (
     "Accuracy in per cent at naming the direction, one of eight, from a token to its partner at most two cells away. "
-    "Trained on 8x8 grids, evaluated up to 24x24. The largest class alone gives 16, and no encoding that knows distances "
-    "only can exceed 25."
+    "Trained on 8x8 grids, evaluated up to 24x24. The largest class alone gives 16, and no encoding that knows "
+    "distances only can exceed 25."
 )
 DIGITS_NOTES = (
     *NOTES,
-    "Axial and Mixed differ in the base of their frequencies by default (100 and 10): rope_axial:base=10 and rope_mixed "
-    "show what is left of their gap at equal base.",
+    "Axial and Mixed differ in the base of their frequencies by default (100 and 10): rope_axial:base=10 and "
+    "rope_mixed show what is left of their gap at equal base.",
     "Enlarging a picture enlarges its content too, so a model must cope with another scale of strokes, whatever its "
     "encoding; the trained grid is only four patches wide.",
 )
@@ -55,7 +55,7 @@ def main(command: str, argv: list[str]) -> int:
 
 
 def _parser(command: str) -> Parser:
-    p = parser(command, "Train small models with several position encodings and evaluate each beyond its training size.")
+    p = parser(command, "Train small models with several encodings, evaluate each beyond its training size.")
     p.add_argument("--out", default="runs/demo", help="folder for everything; finished runs in it are skipped")
     p.add_argument("--seeds", type=int, default=2, metavar="N", help="number of seeds: 0 to N-1")
     p.add_argument("--jobs", type=int, default=default_jobs(), metavar="N", help="processes, of one thread each")

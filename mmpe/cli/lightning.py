@@ -1,4 +1,4 @@
-"""`mmpe fit | validate | test | predict`: LightningCLI over the tasks of mmpe.models and the data of mmpe.datamodules."""
+"""`mmpe fit | validate | test | predict`: LightningCLI over mmpe.models and mmpe.datamodules."""
 
 from __future__ import annotations
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 import mmpe
 from mmpe.encoding import PositionEncoding
+from mmpe.encodings.rotary import RotaryEncoding
+from mmpe.positions import AXIS_NAMES
 
 from ._arguments import EncodingSpec, Parser, parser
 from ._errors import UsageError
@@ -64,41 +66,51 @@ _EXAMPLES = """examples:
 def _add_encoding(p: argparse.ArgumentParser) -> None:
     p.add_argument("encoding", nargs="?", help="an encoding, options as in rope_axial:base=10")
     p.add_argument("--ckpt", help="draw the trained encoding of this checkpoint instead")
-    p.add_argument("--size", nargs="+", type=int, default=[14, 14], metavar="N", help="grid: N, H W or T H W")
+    p.add_argument("--size", nargs="+", type=int, metavar="N", help="grid: N, H W or T H W; 14 14 or that of --ckpt")
     p.add_argument("--dim", type=int, default=384, help="model width")
     p.add_argument("--heads", type=int, default=6, help="attention heads")
     p.add_argument("--depth", type=int, default=12, help="blocks")
     p.add_argument("--layer", type=int, default=0, help="block that is drawn")
 
 
-def _encoding(args: argparse.Namespace) -> PositionEncoding:
+def _encoding(args: argparse.Namespace) -> tuple[PositionEncoding, tuple[int, ...]]:
+    """What is drawn, and the grid to draw it on."""
     if (args.encoding is None) == (args.ckpt is None):
         raise UsageError("name an encoding, or a checkpoint with --ckpt")
     if args.ckpt is not None:
-        from .checkpoints import load_model
-
-        return load_model(args.ckpt).encoding.eval()
+        return _trained(args.ckpt, args.size)
+    size = tuple(args.size or (14, 14))
+    if len(size) > 3:
+        raise UsageError(f"--size takes 1, 2 or 3 numbers, got {len(size)}")
     spec = EncodingSpec.parse(args.encoding)
-    axes = len(args.size)
-    if not 1 <= axes <= 3:
-        raise UsageError(f"--size takes 1, 2 or 3 numbers, got {axes}")
-    # A learned table is as large as the grid that it was made for.
     options = dict(spec.options)
-    if "grid_size" in {option.name for option in _options(spec.name)} and "grid_size" not in options:
-        options["grid_size"] = tuple(args.size)
-    return mmpe.create_encoding(spec.name, args.dim, args.heads, axes, args.depth, **options).eval()
+    # A learned table is as large as the grid that it was made for.
+    if "grid_size" in _options(spec.name) and "grid_size" not in options:
+        options["grid_size"] = size
+    return mmpe.create_encoding(spec.name, args.dim, args.heads, len(size), args.depth, **options).eval(), size
 
 
-def _options(name: str) -> list[Any]:
-    return [option for part in name.split("+") for option in mmpe.describe(part.strip()).options]
+def _trained(checkpoint: str, size: list[int] | None) -> tuple[PositionEncoding, tuple[int, ...]]:
+    """The encoding of a checkpoint, and the grid that it was trained on unless another is asked for."""
+    from .checkpoints import load_model
+
+    network = load_model(checkpoint).eval_network
+    if not isinstance(getattr(network, "encoding", None), PositionEncoding):
+        raise UsageError(f"the model of {checkpoint} has no encoding of mmpe")
+    trained = getattr(network, "trained_grid", None) or getattr(network, "grid", None) or (14, 14)
+    return network.encoding, tuple(size or trained)
+
+
+def _options(name: str) -> set[str]:
+    return {option.name for part in name.split("+") for option in mmpe.describe(part.strip()).options}
 
 
 def _frequencies(args: argparse.Namespace) -> Figure:
     from mmpe import plots
 
-    encoding = _encoding(args)
+    encoding, _ = _encoding(args)
     values, axes = rotary_frequencies(encoding, args.layer)
-    title = f"{encoding.name}, block {args.layer}" if values.dim() == 3 else encoding.name
+    title = f"{plots.name_of(encoding)}, block {args.layer}" if values.dim() == 3 else plots.name_of(encoding)
     if len(axes) != 2 or values.shape[-2] != 2:
         return plots.frequencies(values, axes, title=title)
     figure, (left, right) = plots.new_figure(2, width=5.2, height=4.0)
@@ -113,16 +125,17 @@ def rotary_frequencies(encoding: PositionEncoding, layer: int = 0) -> tuple[torc
     Raises:
         UsageError: for an encoding without rotary frequencies.
     """
-    frequencies = getattr(encoding, "frequencies", None)
-    if frequencies is None:
+    parts = [part for part in encoding.modules() if isinstance(part, RotaryEncoding)]
+    if not parts:
         rotary = ", ".join(mmpe.list_encodings(kind="rotary"))
-        raise UsageError(f"{encoding.name} has no rotary frequencies; encodings that have: {rotary}")
-    encoding.check_layer(layer)
-    values = frequencies().detach()
+        raise UsageError(f"this encoding has no rotary frequencies; encodings that have: {rotary}")
+    part = parts[0]
+    part.check_layer(layer)
+    values = part.frequencies().detach()
     if values.dim() == 4:
-        values = values[min(layer, len(values) - 1)]
-    names = mmpe.positions.AXIS_NAMES[encoding.axes]
-    if getattr(encoding, "grid_indexing", "ij") == "xy":
+        values = values[layer]
+    names = AXIS_NAMES[part.axes]
+    if getattr(part, "grid_indexing", "ij") == "xy":
         values = values.flip(-2)
     return values, names if values.shape[-2] == len(names) else ("n",)
 
@@ -130,18 +143,19 @@ def rotary_frequencies(encoding: PositionEncoding, layer: int = 0) -> tuple[torc
 def _attention(args: argparse.Namespace) -> Figure:
     from mmpe import plots
 
-    positions = mmpe.Positions.of_size(args.size)
-    return plots.attention_decay(_encoding(args), positions, token=args.token, layer=args.layer)
+    encoding, size = _encoding(args)
+    encoding.check_layer(args.layer)
+    return plots.attention_decay(encoding, mmpe.Positions.of_size(size), token=args.token, layer=args.layer)
 
 
 def _similarity(args: argparse.Namespace) -> Figure:
     from mmpe import plots
 
-    encoding = _encoding(args)
+    encoding, size = _encoding(args)
+    encoding.check_layer(args.layer)
     if not 0 <= args.head < encoding.heads:
         raise UsageError(f"--head must be below {encoding.heads}, got {args.head}")
-    positions = mmpe.Positions.of_size(args.size)
-    return plots.similarity(encoding, positions, layer=args.layer, head=args.head)
+    return plots.similarity(encoding, mmpe.Positions.of_size(size), layer=args.layer, head=args.head)
 
 
 def _extrapolation(args: argparse.Namespace) -> Figure:

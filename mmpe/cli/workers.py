@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -96,10 +96,8 @@ class _Worker:
 
     def stop(self) -> None:
         """Let an idle process end."""
-        try:
+        with contextlib.suppress(OSError):  # it died, which its run has reported
             self.pipe.send(None)
-        except (BrokenPipeError, OSError):
-            pass  # it died, which its run has reported
         self.pipe.close()
         self.process.join(timeout=30)
         self.kill()
@@ -129,14 +127,10 @@ def _serve(pipe: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
-    while True:
-        try:
-            order = pipe.recv()
-        except (EOFError, KeyboardInterrupt):
-            return
-        if order is None:
-            return
-        pipe.send(_perform(pipe, *order))
+    # A parent that was killed leaves a broken pipe: then there is nobody to work for.
+    with contextlib.suppress(EOFError, ConnectionError, KeyboardInterrupt):
+        while (order := pipe.recv()) is not None:
+            pipe.send(_perform(pipe, *order))
 
 
 def _perform(pipe: Connection, work: Work, payload: Any, index: int) -> Event:
@@ -149,7 +143,7 @@ def _perform(pipe: Connection, work: Work, payload: Any, index: int) -> Event:
         return Event("failed", index, message=f"{type(error).__name__}: {describe_error(error)}", trace=trace)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _single_threaded() -> Iterator[None]:
     """Children started here get one thread for OpenMP and BLAS, whose pools would fight over the same cores."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..encoding import AttentionTerms, PositionEncoding
+from ..encoding import AttentionTerms, FloatModule, PositionEncoding
 from ..positions import Positions
 from ..registry import register_encoding
 
@@ -123,7 +123,7 @@ class Parabolas(nn.Module):
         return a_matrix.unflatten(-1, (self.axes, self.axes)), _to_heads(beta.to(dtype), self.heads)
 
 
-class IsotropicParabola(nn.Module):
+class IsotropicParabola(FloatModule):
     """The one learned slope per head of PaPE-RI, with a random scale that is part of the checkpoint.
 
     Args:

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -137,7 +138,7 @@ def _calls(
         return torch.autograd.grad(run_blocks(blocks, encoding, x, positions).sum(), inputs, allow_unused=True)
 
     moved = {name: encoding.to(device).eval() for name, encoding in encodings.items()}
-    return {name: (lambda e=encoding: call(e)) for name, encoding in moved.items()}
+    return {name: partial(call, encoding) for name, encoding in moved.items()}
 
 
 def _cost(name: str, times: dict[str, list[float]], memory: dict[str, int], parameters: int) -> Cost:

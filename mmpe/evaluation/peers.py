@@ -65,7 +65,8 @@ def installed_peers(dim: int, heads: int, depth: int, axes: int) -> dict[str, Po
     """Peers that are installed and fit these sizes, by name."""
     if axes != 2 or importlib.util.find_spec("timm") is None or (dim // heads) % 4:
         return {}
-    return {"timm rope_axial": TimmRope(dim, heads, depth, _axial), "timm rope_mixed": TimmRope(dim, heads, depth, _mixed)}
+    makers = {"timm rope_axial": _axial, "timm rope_mixed": _mixed}
+    return {name: TimmRope(dim, heads, depth, make) for name, make in makers.items()}
 
 
 def _axial(dim: int, heads: int, depth: int) -> Any:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -89,7 +89,7 @@ def data_uri(figure: Figure) -> str:
 
 def environment() -> dict[str, str]:
     """Versions, machine, commit and date."""
-    found = {"date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"), "python": platform.python_version()}
+    found = {"date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), "python": platform.python_version()}
     for package in ("mmpe", "torch", "timm", "lightning", "scikit-learn"):
         try:
             found[package] = version(package)

@@ -48,7 +48,7 @@ def use_scales(datamodule: Any, scales: Sequence[float], step: int = 1) -> dict[
     """
     trained = getattr(datamodule, "image_size", None) or getattr(datamodule, "grid_size", None)
     if trained is None or not hasattr(datamodule, "eval_sizes"):
-        raise ValueError(f"{type(datamodule).__name__} has no image_size or grid_size, and eval_sizes, to be evaluated at")
+        raise ValueError(f"{type(datamodule).__name__} needs image_size or grid_size, and eval_sizes, for other sizes")
     sizes = {scale: step * round(trained * scale / step) for scale in scales}
     if min(sizes.values()) < step:
         raise ValueError(f"scales {list(scales)} of {trained} must give at least {step}")

@@ -156,7 +156,7 @@ def _rotate_compiled(x: Tensor, cos: Tensor, sin: Tensor, half: bool) -> Tensor:
 
 
 class _RotateCompiled(torch.autograd.Function):
-    """Rotation by a fixed table for compilers: backward is the same code again, not the derivative of slices and cat."""
+    """Rotation by a fixed table, for compilers: backward is the same code, not the derivative of slices and cat."""
 
     @staticmethod
     def forward(ctx, x, cos, sin, half):  # type: ignore[no-untyped-def]

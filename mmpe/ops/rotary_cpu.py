@@ -74,31 +74,32 @@ def _rotate_half_split_tile(x: Tensor, cos_twice: Tensor, sin: Tensor, out: Tens
 
 def table_gradient(grad: Tensor, x: Tensor, cos: Tensor, half: bool) -> tuple[Tensor, Tensor]:
     """Gradients of cos and sin, summed over the dimensions along which the table was broadcast."""
-    width, dtype = 2 * cos.shape[-1], working_dtype(x)
+    planes, dtype = cos.shape[-1], working_dtype(x)
     x = x if x.stride(-1) == 1 else x.contiguous()
-    shape = (1,) * (4 - cos.dim()) + tuple(cos.shape)
-    sums = torch.zeros(2, *shape, dtype=dtype)
-    per_tile = _half_split_products if half else _interleaved_products
-    for x_tile, grad_tile, *sum_tiles in _tiles(x[..., :width], grad[..., :width], *sums.unbind(0)):
-        products = per_tile(x_tile.to(dtype, copy=True), grad_tile.to(dtype))
-        for total, product in zip(sum_tiles, products, strict=True):
-            kept = tuple(slice(1) if shape[dim] == 1 else slice(None) for dim in range(3))
-            total[kept].add_(product.sum_to_size(total[kept].shape))
-    grad_cos, grad_sin = (s.reshape(cos.shape).to(cos.dtype) for s in sums.unbind(0))
-    return grad_cos, grad_sin
+    shape = (1,) * (4 - cos.dim()) + tuple(cos.shape[:-1])
+    sums = torch.zeros(*shape, 2 * planes, dtype=dtype)
+    products = _half_split_products if half else _interleaved_products
+    for x_tile, grad_tile, sum_tile in _tiles(x[..., : 2 * planes], grad[..., : 2 * planes], sums):
+        shared = tuple(slice(1) if size == 1 else slice(None) for size in shape)
+        total = sum_tile[shared]
+        total.add_(products(x_tile.to(dtype, copy=True), grad_tile.to(dtype)).sum_to_size(total.shape))
+    grad_cos, grad_sin = (sums[..., :planes], sums[..., planes:]) if half else (sums[..., 0::2], sums[..., 1::2])
+    return grad_cos.reshape(cos.shape).to(cos.dtype), grad_sin.reshape(cos.shape).to(cos.dtype)
 
 
-def _interleaved_products(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    # grad * conj(x) = (ga a + gb b) + i (gb a - ga b); x is a copy of the tile and may be overwritten.
+def _interleaved_products(x: Tensor, grad: Tensor) -> Tensor:
+    # The product conj(x) * grad is (ga a + gb b) + i (gb a - ga b); x is a copy of the tile and may be overwritten.
     grad = grad if is_packable(grad) else grad.contiguous()
-    product = _as_complex(x).conj_physical_().mul_(_as_complex(grad))
-    return product.real, product.imag
+    return torch.view_as_real(_as_complex(x).conj_physical_().mul_(_as_complex(grad))).flatten(-2)
 
 
-def _half_split_products(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+def _half_split_products(x: Tensor, grad: Tensor) -> Tensor:
     planes = x.shape[-1] // 2
     a, b, ga, gb = x[..., :planes], x[..., planes:], grad[..., :planes], grad[..., planes:]
-    return torch.mul(ga, a).addcmul_(gb, b), torch.mul(gb, a).addcmul_(ga, b, value=-1)
+    out = torch.empty_like(x)
+    torch.mul(ga, a, out=out[..., :planes]).addcmul_(gb, b)
+    torch.mul(gb, a, out=out[..., planes:]).addcmul_(ga, b, value=-1)
+    return out
 
 
 def _start(x: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:

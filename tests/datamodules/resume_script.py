@@ -1,4 +1,4 @@
-"""A tiny training run for test_resume.py: `python resume_script.py WORKDIR DATA WORKERS [CKPT]`.
+"""A tiny training run for test_data_resume.py: `python resume_script.py WORKDIR DATA WORKERS [CKPT]`.
 
 Writes the final weights, and for every step what was seen, to WORKDIR.
 """

@@ -301,3 +301,12 @@ def test_wrong_use_is_refused(name: str) -> None:
 def test_a_head_needs_a_parabola() -> None:
     with pytest.raises(ValueError, match="parabolas must be at least 1"):
         parabolic("pape", parabolas=0)
+
+
+def test_casting_the_model_keeps_the_fixed_scales_exact() -> None:
+    """Reports 8 and 10's kind: a persistent buffer that sets the bias must not be rounded by .to(bfloat16)."""
+    enc = mmpe.create_encoding("pape_ri", dim=32, heads=2, axes=2)
+    before = {name: buffer.clone() for name, buffer in enc.named_buffers()}
+    enc.to(torch.bfloat16)
+    assert before
+    assert all(torch.equal(before[name], buffer) for name, buffer in enc.named_buffers())

@@ -58,7 +58,8 @@ def test_timm_finds_our_models_when_it_came_first(order: str) -> None:
 def test_timm_finds_our_models_when_it_comes_later_and_mmpe_does_not_import_it() -> None:
     code = (
         "import importlib.util, sys, mmpe; importlib.util.find_spec('timm'); print('timm' in sys.modules, end=' ');"
-        "import timm; print(timm.is_model('mmpe_vit_base_patch8_224'), any('WaitForTimm' in repr(f) for f in sys.meta_path))"
+        "import timm; print(timm.is_model('mmpe_vit_base_patch8_224'), end=' ');"
+        "print(any('WaitForTimm' in repr(finder) for finder in sys.meta_path))"
     )
     assert run(code) == "False True False"
 

@@ -50,6 +50,7 @@ def test_two_processes_train_as_one(tmp_path, one_process, mmpe_fit, metric_by_s
     assert moments[0].keys() == moments[1].keys()
 
 
+@pytest.mark.slow
 def test_a_sharded_run_resumes_from_its_whole_checkpoint(tmp_path, mmpe_fit, metric_by_step):
     pytest.importorskip("sklearn")
     sharded = ["--trainer.strategy=fsdp", "--trainer.devices=2", "--data.batch_size=32"]

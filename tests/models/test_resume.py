@@ -11,8 +11,8 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import DataLoader
 
+from mmpe.datamodules import PartnerGrids
 from mmpe.models import GridLabelling
 from mmpe.models.callbacks import AtomicCheckpointIO, RunCheckpoint
 
@@ -20,7 +20,6 @@ quiet = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers.*",
     "ignore:.*treespec, LeafSpec.*",
     "ignore:The number of training batches.*",
-    "ignore:You defined a `validation_step` but.*",
 )
 
 # Everything that draws random numbers is on: crops, order, dropout, stochastic depth, mixup; and so is the average.
@@ -121,12 +120,6 @@ def test_a_torn_checkpoint_is_named_together_with_the_newest_whole_one(tmp_path,
         io.load_checkpoint(tmp_path / "missing.ckpt")
 
 
-class Grids(L.LightningDataModule):
-    def train_dataloader(self) -> DataLoader:
-        tokens = torch.randint(4, (8, 4, 4), generator=torch.Generator().manual_seed(0))
-        return DataLoader([{"tokens": t, "label": t} for t in tokens], batch_size=4)
-
-
 def train(folder: Path, encoding: str, steps: int, ckpt_path: str | None = None) -> L.Trainer:
     trainer = L.Trainer(
         max_steps=steps,
@@ -137,7 +130,8 @@ def train(folder: Path, encoding: str, steps: int, ckpt_path: str | None = None)
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(GridLabelling(encoding, grid=(4, 4), dim=16), Grids(), ckpt_path=ckpt_path)
+    data = PartnerGrids(grid_size=4, batch_size=4, eval_sizes=[4], eval_samples=4, steps_per_epoch=8)
+    trainer.fit(GridLabelling(encoding, grid=(4, 4), dim=16), data, ckpt_path=ckpt_path)
     return trainer
 
 

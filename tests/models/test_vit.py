@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import json
 from pathlib import Path
 
@@ -262,6 +264,26 @@ def test_compiles_without_graph_breaks(encoding: str) -> None:
     model, x = build(encoding), torch.randn(2, 3, 24, 32)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_exports_with_any_image_size() -> None:
+    """sam2 186, onnx 6480: complex rotations and sizes frozen into the graph stopped exports."""
+    model = build("ape_learned+rope_mixed").eval()
+    batch, rows, columns = (torch.export.Dim(name, min=2, max=32) for name in ("batch", "rows", "columns"))
+    shapes = {"x": {0: batch, 2: 8 * rows, 3: 8 * columns}}
+    exported = torch.export.export(model, (torch.randn(2, 3, 40, 48),), dynamic_shapes=shapes).module()
+    x = torch.randn(3, 3, 64, 24)
+    torch.testing.assert_close(exported(x), model(x))
+
+
+def test_copies_and_pickles() -> None:
+    model, x = build().eval(), torch.randn(1, 3, 32, 32)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+        torch.testing.assert_close(other(x), model(x))
+        assert other.config == model.config
 
 
 @pytest.mark.parametrize("encoding", ["rope_mixed", "rope_axial", "ape_learned", "pape"])

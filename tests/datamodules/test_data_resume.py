@@ -20,6 +20,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from mmpe.datamodules import make_shards
 from mmpe.datamodules.loading import EvalLoader, ResumableLoader, TrainLoader, preserved_rng, seed_everything
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec"),  # Lightning uses what torch 2.14 calls old
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks"),  # left out on purpose
+]
+
 
 @pytest.fixture
 def quiet_lightning():
@@ -65,6 +70,7 @@ def test_killed_run_on_digits(tmp_path, quiet_lightning):
     check_killed_equals_uninterrupted(tmp_path, "digits", 0)
 
 
+@pytest.mark.slow
 def test_killed_run_on_image_folder_with_workers(tmp_path, quiet_lightning, pictures):
     check_killed_equals_uninterrupted(tmp_path, f"folder:{pictures}", 2)
 
@@ -154,8 +160,6 @@ def fit(workers, folder=None, ckpt=None, **options):
     ],
     ids=str,
 )
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
-@pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec")
 def test_resumed_from_any_checkpoint(tmp_path, quiet_lightning, options, workers):
     whole = fit(workers, tmp_path, **options)
     checkpoints = sorted(tmp_path.glob("*/*.ckpt"))
