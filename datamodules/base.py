@@ -51,6 +51,9 @@ class SizedData(pl.LightningDataModule):
         self.skipped = SkipLog(max_errors)
         self._train_loader: ResumableLoader | None = None
 
+    def __str__(self) -> str:  # Lightning's own builds every loader to print their lengths
+        return f"{type(self).__name__}({self.num_classes} classes, evaluated at {', '.join(self.eval_names)})"
+
     @abstractmethod
     def make_train_loader(self, frozen: bool) -> ResumableLoader:
         """The training loader; `frozen` repeats the first epoch."""

@@ -45,7 +45,8 @@ def attend(
         (B, H, N, Dv) in the dtype of q.
 
     Raises:
-        ValueError: for head counts that do not divide, or terms of several layers at once.
+        ValueError: for head counts that do not divide, terms of several layers at once, or a backend that the terms
+            cannot use.
     """
     _check_heads(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -55,8 +56,12 @@ def attend(
     q, k = terms.queries_keys(q, k)
     q, scale = _apply_temperature(q, scale, terms.temperature)
     v = terms.values(v)
+    if terms.needs_weights:
+        return terms.outputs(_explicit(q, k, v, terms, mask, dropout, causal, scale)).to(dtype)
     if _may_use_flex(q, mask, dropout, causal, backend):
         score_mod = terms.score_mod()
+        if score_mod is None and backend == "flex":
+            raise ValueError("backend='flex' needs terms with a score_mod, and these have none; use backend='auto'")
     if score_mod is not None:
         o = _flex()(q, k, v, score_mod=score_mod, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     else:
@@ -92,13 +97,19 @@ def _may_use_flex(q: Tensor, mask: Tensor | None, dropout: float, causal: bool, 
     return plain and q.is_cuda
 
 
-@cache
 def _flex() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention if torch.compiler.is_compiling() else _compiled_flex()
+
+
+@cache
+def _compiled_flex() -> Callable[..., Any]:
     # One compiled callable for the process: a new one per call would recompile, and after eight recompilations
     # dynamo falls back to the eager reference without saying so.
     from torch.nn.attention.flex_attention import flex_attention
 
-    return flex_attention if torch.compiler.is_compiling() else torch.compile(flex_attention, dynamic=False)
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def _sdpa(
@@ -120,6 +131,31 @@ def _sdpa(
         enable_gqa=q.shape[1] != k.shape[1],
     )
     return o[..., :width]
+
+
+def _explicit(
+    q: Tensor, k: Tensor, v: Tensor, terms: AttentionTerms, mask: Tensor | None, dropout: float, causal: bool, scale: float
+) -> Tensor:
+    """Attention with its weights in memory, for terms that need them."""
+    groups = q.shape[1] // k.shape[1]
+    keys, values = (k, v) if groups == 1 else (k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))
+    logits = (q @ keys.transpose(-2, -1)) * scale  # (B, H, N, M)
+    if causal and mask is None:
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+        causal = False
+    extra = _merge_masks(terms.bias(q, k), mask, causal, q, k)
+    if extra is not None:
+        logits = logits.masked_fill(~extra, float("-inf")) if extra.dtype == torch.bool else logits + extra
+    weights = F.dropout(_softmax(logits), dropout)
+    o = weights @ values
+    term = terms.from_weights(weights)
+    return o if term is None else o + term
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    """Softmax over keys in float32; a query that may attend to nothing gets zeros, as SDPA gives."""
+    weights = logits.float().softmax(-1) if logits.dtype in (torch.float16, torch.bfloat16) else logits.softmax(-1)
+    return weights.nan_to_num(0.0).to(logits.dtype)
 
 
 def _merge_masks(bias: Tensor | None, mask: Tensor | None, causal: bool, q: Tensor, k: Tensor) -> Tensor | None:

@@ -26,6 +26,10 @@ class AttentionTerms:
     temperature: Tensor | float | None = None
     """Factor on the scaled logits, a number or a tensor that broadcasts to (B, H, N, 1); None is 1."""
 
+    needs_weights: bool = False
+    """Whether `from_weights` acts; it makes `attend` compute the softmax explicitly, so only where there is no way
+    around it."""
+
     def layer(self, index: int) -> AttentionTerms:
         """The terms of block `index`; terms that all blocks share return themselves."""
         return self
@@ -44,6 +48,10 @@ class AttentionTerms:
 
     def bias(self, q: Tensor, k: Tensor) -> Tensor | None:
         """A term that broadcasts to (B, H, N, N), added to the scaled logits; None if there is none."""
+        return None
+
+    def from_weights(self, weights: Tensor) -> Tensor | None:
+        """A term (B, H, N, Dv) made from the attention weights (B, H, N, M), added to the weighted sum of v."""
         return None
 
     def score_mod(self) -> ScoreMod | None:
@@ -91,6 +99,19 @@ class ComposedTerms(AttentionTerms):
         total: Tensor | None = None
         for part in self.parts:
             term = part.bias(q, k)
+            if term is not None:
+                total = term if total is None else total + term
+        return total
+
+    @property
+    def needs_weights(self) -> bool:  # type: ignore[override]
+        """True if any part makes a term from the attention weights."""
+        return any(part.needs_weights for part in self.parts)
+
+    def from_weights(self, weights: Tensor) -> Tensor | None:
+        total: Tensor | None = None
+        for part in self.parts:
+            term = part.from_weights(weights)
             if term is not None:
                 total = term if total is None else total + term
         return total

@@ -10,7 +10,7 @@ The colours are Okabe and Ito's, told apart by colour-blind readers; lines also 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,7 +60,7 @@ def _panels(ax: Axes | Sequence[Axes] | None, count: int, **options: Any) -> tup
         for spare in axes[count:]:
             spare.set_axis_off()
         return figure, axes[:count]
-    given: list[Any] = list(ax) if isinstance(ax, Sequence) or hasattr(ax, "flat") else [ax]
+    given: list[Any] = list(ax) if isinstance(ax, Iterable) else [ax]
     if len(given) < count:
         raise ValueError(f"this plot has {count} panels, ax holds {len(given)}")
     return given[0].figure, given[:count]
@@ -225,7 +225,7 @@ def extrapolation(
         sizes = sorted(row.scores)
         mean = [100 * row.scores[s].mean for s in sizes]
         std = [100 * (row.scores[s].std or 0.0) for s in sizes]
-        panel.plot(sizes, mean, label=row.encoding, linewidth=1.8, markersize=5, color=colour, marker=marker, linestyle=dash)
+        panel.plot(sizes, mean, marker + dash, color=colour, label=row.encoding, linewidth=1.8, markersize=5)
         low, high = zip(*((m - s, m + s) for m, s in zip(mean, std, strict=True)), strict=True)
         panel.fill_between(sizes, low, high, color=colour, alpha=0.12, linewidth=0)
     ticks = sorted({size for row in rows for size in row.scores})

@@ -180,3 +180,46 @@ def test_gradients_are_those_of_the_equation():
     found = torch.autograd.grad(mmpe.attend(q, k, v, Biased()).square().sum(), (q, k, v, table))
     expected = torch.autograd.grad(plain(q, k, v, table).square().sum(), (q, k, v, table))
     torch.testing.assert_close(found, expected)
+
+
+def test_flex_backend_refuses_terms_that_it_cannot_express() -> None:
+    """Fault: a backend that was asked for by name falls back to another one without a word."""
+    q = torch.randn(1, 2, 6, 8)
+    terms = mmpe.create_encoding("rope_axial", dim=16, heads=2, axes=2)(mmpe.Positions.grid(2, 3))
+    with pytest.raises(ValueError, match="score_mod"):
+        mmpe.attend(q, q, q, terms, backend="flex")
+
+
+class _WeightSums(mmpe.AttentionTerms):
+    """A term made from the weights alone: every channel receives the weight of key 0."""
+
+    needs_weights = True
+
+    def from_weights(self, weights: torch.Tensor) -> torch.Tensor:
+        return weights[..., :1].expand(*weights.shape[:-1], 8)
+
+
+@pytest.mark.parametrize("kv_heads", [2, 1])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [None, "bool", "float"])
+def test_explicit_attention_equals_sdpa_plus_the_term(kv_heads: int, causal: bool, masked: str | None) -> None:
+    q = torch.randn(2, 2, 5, 8)
+    k, v = torch.randn(2, 2, kv_heads, 5, 8)
+    visible = torch.rand(2, 1, 5, 5) > 0.3
+    visible[..., 0] = True
+    mask = None if masked is None else visible if masked == "bool" else torch.where(visible, 0.5, -3.0)
+    plain = mmpe.attend(q, k, v, mmpe.AttentionTerms(), mask, causal=causal)
+    one_hot = torch.zeros_like(v)
+    one_hot[..., 0, :] = 1.0
+    first = mmpe.attend(q, k, one_hot, mmpe.AttentionTerms(), mask, causal=causal)
+    with_term = mmpe.attend(q, k, v, _WeightSums(), mask, causal=causal)
+    torch.testing.assert_close(with_term, plain + first, atol=1e-5, rtol=1e-5)
+
+
+def test_explicit_attention_of_a_query_that_sees_nothing_is_zero() -> None:
+    q = torch.randn(1, 2, 4, 8)
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    mask[..., 2, :] = False
+    out = mmpe.attend(q, q, q, _WeightSums(), mask)
+    assert torch.isfinite(out).all()
+    assert (out[..., 2, :] == 0).all()

@@ -16,8 +16,8 @@ from ._arguments import EncodingSpec, Parser, known_encodings, parser
 from ._errors import UsageError
 from ._text import columns, count
 
-NOTE = """Times are CPU seconds of one thread (events on CUDA) of DEPTH transformer blocks with the encoding, interleaved
-with the same blocks without one; "x none" is the median ratio within a round, +- half the range between quartiles.
+NOTE = """Times are CPU seconds of one thread (events on CUDA) of DEPTH transformer blocks with the encoding, in turn
+with the same blocks without one; "x none" is the median ratio within a round, +- half the quartile range.
 Memory is the peak beyond inputs and weights. Peers are measured in the same blocks."""
 
 

@@ -34,8 +34,8 @@ PARTNER_NOTES = (
     NOTES[0],
     "The rule is local and the same everywhere, so an encoding that generalises can answer at any size with raw "
     "positions. Scaled positions change the distance between neighbours and are expected to fail here.",
-    "The task is made to expose direction and locality. It shows which encodings cannot answer and which fail on larger "
-    "grids; it ranks no models for natural images.",
+    "The task is made to expose direction and locality. It shows which encodings cannot answer and which fail on "
+    "larger grids; it ranks no models for natural images.",
 )
 
 

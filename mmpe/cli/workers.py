@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from ._errors import describe_error, is_user_error
+from ._text import shorten
 
 Emit = Callable[[int, int], None]
 """Called by a run with the steps done and the steps in all."""
@@ -32,7 +33,7 @@ class Event:
         total: steps in all, of a "progress".
         result: of a "finished".
         message: of a "failed": one line.
-        trace: of a "failed": the traceback, empty for mistakes of the user.
+        trace: of a "failed": the traceback; for mistakes of the user the whole message.
     """
 
     kind: str
@@ -139,8 +140,9 @@ def _perform(pipe: Connection, work: Work, payload: Any, index: int) -> Event:
     except KeyboardInterrupt:
         return Event("failed", index, message="interrupted")
     except (Exception, SystemExit) as error:  # noqa: BLE001  the parent reports it, and other runs go on
-        trace = "" if is_user_error(error) else traceback.format_exc()
-        return Event("failed", index, message=f"{type(error).__name__}: {describe_error(error)}", trace=trace)
+        message = f"{type(error).__name__}: {describe_error(error)}"
+        trace = f"{message}\n" if is_user_error(error) else traceback.format_exc()
+        return Event("failed", index, message=shorten(message, 300), trace=trace)
 
 
 @contextlib.contextmanager

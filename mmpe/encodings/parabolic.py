@@ -208,10 +208,6 @@ class ParabolicEncoding(PositionEncoding):
         for layer in self.layers:
             layer.reset_parameters()  # type: ignore[operator]
 
-    def no_weight_decay(self) -> set[str]:
-        """None: the paper's recipe decays all parameters."""
-        return set()
-
     def coordinates(self, positions: Positions, dtype: torch.dtype = torch.float32) -> Tensor:
         """Centred coordinates of all tokens (1 or B, 1, P + N, A): (x, y) = (column, row) in 2 axes, else as they are.
 

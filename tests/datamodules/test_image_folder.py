@@ -69,7 +69,7 @@ def test_settings_are_plain_values_in_checkpoints(pictures):
     hparams = dict(ImageFolder(pictures, **SMALL).hparams)
     assert hparams["root"] == str(pictures)
     assert hparams["transforms"]["hflip"] == 0.5
-    ImageFolder(**hparams)
+    assert str(ImageFolder(**hparams)) == "ImageFolder(3 classes, evaluated at 16px)"
 
 
 def test_missing_folder_says_what_was_expected(tmp_path):

@@ -62,6 +62,23 @@ def sincos_diffusers(stem: str, arrays: Arrays) -> list[Comparison]:
     return [Comparison("out", _table(dim, (h, w), **options), arrays["out"], ATOL)]
 
 
+@reader("sincos")
+def sincos_models(stem: str, arrays: Arrays) -> list[Comparison]:
+    """Kept rows of a table: interpolated to a grid, or a centred crop of a table of max_size (in latents / 2)."""
+    dim, base = arrays["table"].shape[-1], int(arrays["base_size"])
+    if "max_size" in arrays:
+        sizes, full = [int(n) // 2 for n in arrays["latent_hw"]], int(arrays["max_size"])
+        corner = torch.tensor([(full - n) // 2 for n in sizes])
+        positions = mmpe.Positions.points(mmpe.Positions.of_size(sizes).coords + corner, extent=(full, full))
+        options: dict[str, object] = {}
+    else:
+        positions = mmpe.Positions.of_size(arrays["grid"].tolist())
+        options = {"interpolation_scale": float(arrays["interpolation_scale"])}
+    enc = mmpe.create_encoding("ape_sincos", dim=dim, heads=1, axes=2, layout="diffusers", base_size=base, **options)
+    table = enc.embed(torch.zeros(1, positions.num_tokens, dim), positions)[0]
+    return [Comparison("table", table[torch.from_numpy(arrays["rows"])], arrays["table"], ATOL)]
+
+
 @reader("sincos3d_diffusers")
 def sincos_cogvideox(stem: str, arrays: Arrays) -> list[Comparison]:
     """Out (T, h w, C); meta = [C, T, h, w]; scales = [spatial, temporal]."""

@@ -6,12 +6,13 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+import yaml
 from torch.utils.data import DataLoader, Dataset
 
-import mmpe
+import mmpe.models
 from mmpe.models import ImageClassification
 from mmpe.models.image_classification import backbone_weights, scheduled_size
-from mmpe.models.optim import cosine_factor, parameter_groups
+from mmpe.models.optim import build_optimizer, cosine_factor, parameter_groups
 
 pytestmark = [
     # Lightning speaks of loader workers, loggers and log intervals, none of which these tiny runs need.
@@ -309,3 +310,25 @@ def test_a_compiled_backbone_trains_to_the_same_loss(tmp_path):
         run.fit(task(compile=compiled), PictureData())
         losses.append(float(run.callback_metrics["train/loss"]))
     assert math.isclose(*losses, rel_tol=1e-4)
+
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "vit").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_recipe_says_its_command_and_builds_what_it_trains(path):
+    text = path.read_text()
+    assert f"mmpe fit --config vit/{path.name}" in text.split("seed_everything")[0]
+    config = yaml.safe_load(text)
+    options, data = config["model"]["init_args"], config["data"]["init_args"]
+    if "backbone_options" in options:
+        options["backbone_options"]["depth"] = 1
+    model = getattr(mmpe.models, config["model"]["class_path"].rsplit(".", 1)[1])(**options).train()
+    optimizer = build_optimizer(getattr(model, model.network_name), model.hparams.optimizer, 1e-3, 0.05)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+    size = data.get("image_size", data.get("grid_size"))
+    if isinstance(model, ImageClassification):
+        assert model.backbone.patch_embed.img_size == (size, size)
+        images = torch.randn(2, model.backbone.in_chans, size, size)
+        targets = model._augmented(images, torch.tensor([1, 2]))[1]
+        assert model._loss(model.backbone(images), targets).isfinite()
