@@ -113,7 +113,14 @@ def _compiled_flex() -> Callable[..., Any]:
 
 
 def _sdpa(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, dropout: float, causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float,
 ) -> Tensor:
     """SDPA with a bias and a mask, padding v where q and k are wider: unequal widths leave the fused kernels."""
     attn_mask = _merge_masks(bias, mask, causal, q, k)
@@ -134,7 +141,14 @@ def _sdpa(
 
 
 def _explicit(
-    q: Tensor, k: Tensor, v: Tensor, terms: AttentionTerms, mask: Tensor | None, dropout: float, causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: AttentionTerms,
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float,
 ) -> Tensor:
     """Attention with its weights in memory, for terms that need them."""
     groups = q.shape[1] // k.shape[1]

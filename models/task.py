@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +21,7 @@ IGNORED = -1  # label of an example that no metric counts
 POSITION_RULES = {"raw", "scaled"}
 
 
-class Task(pl.LightningModule):
+class Task(pl.LightningModule, ABC):
     """Base of the tasks: optimisation and evaluation from the hyperparameters, which subclasses save.
 
     A subclass names the network that is trained and gives `training_step`, `evaluate` and `new_scores`. Read from
@@ -39,13 +40,13 @@ class Task(pl.LightningModule):
         """The network of evaluation and prediction."""
         return getattr(self, self.network_name)
 
+    @abstractmethod
     def new_scores(self) -> EvalScores:
         """Empty scores of one evaluation set."""
-        raise NotImplementedError
 
+    @abstractmethod
     def evaluate(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Logits (M, classes) of `eval_network` and labels (M,), `IGNORED` where an example does not count."""
-        raise NotImplementedError
 
     def configure_callbacks(self) -> list[pl.Callback]:
         return [StepSeed()]
@@ -58,6 +59,16 @@ class Task(pl.LightningModule):
 
     def setup(self, stage: str) -> None:
         check_classes(getattr(self.trainer, "datamodule", None), self.hparams.num_classes)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # Encodings without parameters fit each other's weights, so the weights alone would not tell.
+        saved, own = checkpoint.get("hyper_parameters", {}), self.hparams
+        for name in ("backbone", "encoding"):
+            if name in saved and saved[name] != own.get(name):
+                raise ValueError(
+                    f"the checkpoint was made with {name}={saved[name]!r}, this model has {name}={own.get(name)!r}; "
+                    f"set model.{name} to {saved[name]!r}, or start from its weights with model.init_from"
+                )
 
     def on_validation_epoch_start(self) -> None:
         loaders = len(self.trainer.num_test_batches if self.trainer.testing else self.trainer.num_val_batches)

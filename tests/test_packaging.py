@@ -1,5 +1,7 @@
 """The three top-level folders are one import tree, in a checkout and in a wheel."""
 
+import ast
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -7,6 +9,7 @@ import tarfile
 import tomllib
 import venv
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,8 @@ import pytest
 import mmpe
 
 ROOT = Path(__file__).resolve().parents[1]
+TESTS = ROOT / "tests"
+KERNELS = ROOT / "mmpe/ops/rotary_triton.py"  # imported itself only where triton is found
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PROJECT["tool"]["setuptools"]
 FOLDERS = {"mmpe": "mmpe", "mmpe.models": "models", "mmpe.datamodules": "datamodules", "mmpe.configs": "configs"}
@@ -118,6 +123,36 @@ def test_dependencies_have_lower_bounds_and_no_upper_pins():
         specifier = requirement.split(";")[0]
         assert ">=" in specifier, requirement
         assert not re.search(r"<|==|~=|!=", specifier), requirement
+
+
+def test_every_imported_library_is_declared():
+    base = {canonical(requirement) for requirement in PROJECT["project"]["dependencies"]}
+    extras = {canonical(r) for group in PROJECT["project"]["optional-dependencies"].values() for r in group}
+    providers = importlib.metadata.packages_distributions()
+    for path in own_files(".py"):
+        tree = ast.parse(path.read_text())
+        shipped = any(path.is_relative_to(ROOT / folder) for folder in FOLDERS.values()) and path != KERNELS
+        # What an extra brings may be missing, so shipped code imports it in the function that needs it.
+        for allowed, nodes in ((base if shipped else base | extras, tree.body), (base | extras, ast.walk(tree))):
+            for name in libraries(nodes) - {other.stem for other in (*path.parent.iterdir(), *TESTS.iterdir())}:
+                distributions = {canonical(distribution) for distribution in providers.get(name, [name])}
+                assert distributions & allowed, f"{path.relative_to(ROOT)} imports {name}: declare it in pyproject.toml"
+
+
+def canonical(requirement: str) -> str:
+    """The name in a requirement, as package indexes compare it."""
+    return re.sub(r"[-_.]+", "-", re.match(r"[\w.\-]+", requirement)[0]).lower()
+
+
+def libraries(nodes: Iterable[ast.AST]) -> set[str]:
+    """Top-level names of the third-party imports among the nodes of a file."""
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add(node.module.split(".")[0])
+    return found - set(sys.stdlib_module_names) - {"mmpe"}
 
 
 @pytest.fixture(scope="module")

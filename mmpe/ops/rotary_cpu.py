@@ -45,7 +45,7 @@ def rotate_interleaved(x: Tensor, phasor: Tensor) -> Tensor:
 
 def _rotate_interleaved_tile(x: Tensor, phasor: Tensor, out: Tensor) -> None:
     # A function of its own, so that its temporary is gone before the next tile makes another.
-    work = x.to(working_dtype(x), copy=True)
+    work = _packable_copy(x)
     _as_complex(work).mul_(phasor)
     out.copy_(work)
 
@@ -82,19 +82,19 @@ def table_gradient(grad: Tensor, x: Tensor, cos: Tensor, half: bool) -> tuple[Te
     for x_tile, grad_tile, sum_tile in _tiles(x[..., : 2 * planes], grad[..., : 2 * planes], sums):
         shared = tuple(slice(1) if size == 1 else slice(None) for size in shape)
         total = sum_tile[shared]
-        total.add_(products(x_tile.to(dtype, copy=True), grad_tile.to(dtype)).sum_to_size(total.shape))
+        total.add_(products(x_tile, grad_tile.to(dtype)).sum_to_size(total.shape))
     grad_cos, grad_sin = (sums[..., :planes], sums[..., planes:]) if half else (sums[..., 0::2], sums[..., 1::2])
     return grad_cos.reshape(cos.shape).to(cos.dtype), grad_sin.reshape(cos.shape).to(cos.dtype)
 
 
 def _interleaved_products(x: Tensor, grad: Tensor) -> Tensor:
-    # The product conj(x) * grad is (ga a + gb b) + i (gb a - ga b); x is a copy of the tile and may be overwritten.
-    grad = grad if is_packable(grad) else grad.contiguous()
-    return torch.view_as_real(_as_complex(x).conj_physical_().mul_(_as_complex(grad))).flatten(-2)
+    # The product conj(x) * grad is (ga a + gb b) + i (gb a - ga b).
+    grad = grad if is_packable(grad) else _packable_copy(grad)
+    return torch.view_as_real(_as_complex(_packable_copy(x)).conj_physical_().mul_(_as_complex(grad))).flatten(-2)
 
 
 def _half_split_products(x: Tensor, grad: Tensor) -> Tensor:
-    planes = x.shape[-1] // 2
+    planes, x = x.shape[-1] // 2, x.to(grad.dtype)
     a, b, ga, gb = x[..., :planes], x[..., planes:], grad[..., :planes], grad[..., planes:]
     out = torch.empty_like(x)
     torch.mul(ga, a, out=out[..., :planes]).addcmul_(gb, b)
@@ -110,6 +110,12 @@ def _start(x: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
         return out, x, out
     out[..., width:] = x[..., width:]
     return out, x[..., :width], out[..., :width]
+
+
+def _packable_copy(x: Tensor) -> Tensor:
+    # Dimensions of size 1 keep whatever stride they had, odd ones too.
+    copy = x.to(working_dtype(x), copy=True)
+    return copy if is_packable(copy) else copy.clone(memory_format=torch.contiguous_format)
 
 
 def _as_complex(x: Tensor) -> Tensor:

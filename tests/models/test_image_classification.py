@@ -195,6 +195,16 @@ def test_checkpoints_are_plain_values_and_rebuild_the_task(tmp_path):
     assert torch.equal(again.eval()(image), model.eval()(image))
 
 
+def test_a_checkpoint_of_another_encoding_is_refused_even_where_its_weights_fit(tmp_path):
+    run = trainer(tmp_path, max_steps=1, limit_val_batches=0, enable_checkpointing=True)
+    run.fit(task(encoding="none"), PictureData())
+    path = run.checkpoint_callback.best_model_path
+    with pytest.raises(ValueError, match="encoding='none'.*encoding='rope_axial'"):
+        trainer(tmp_path).validate(task(encoding="rope_axial"), PictureData(), ckpt_path=path, verbose=False)
+    with pytest.raises(RuntimeError, match="encoding='none'.*encoding='rope_axial'"):
+        ImageClassification.load_from_checkpoint(path, encoding="rope_axial")
+
+
 def test_mixing_leaves_the_loaders_tensors_and_any_batch_size_works():
     model = task(mixup=0.8, cutmix=1.0, label_smoothing=0.1).train()
     for count in (1, 2, 7):

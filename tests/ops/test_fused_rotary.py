@@ -1,10 +1,12 @@
 """The fast paths of mmpe.ops.rotary against the plain twin, in values and gradients, and the switch between them."""
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -169,7 +171,7 @@ def test_the_switch_changes_the_path_and_not_the_result() -> None:
     torch.testing.assert_close(fast, plain)
 
 
-@pytest.mark.parametrize(("value", "expected"), [("0", "False"), ("off", "False"), ("1", "True")])
+@pytest.mark.parametrize(("value", "expected"), [("0", "False"), ("1", "True")])
 def test_the_environment_variable_sets_the_switch(value: str, expected: str) -> None:
     code = "from mmpe.ops import fused_enabled; print(fused_enabled())"
     environment = {**os.environ, "MMPE_FUSED": value}
@@ -184,8 +186,8 @@ def test_fake_tensors_and_tracing_take_the_plain_path() -> None:
     with FakeTensorMode():
         out = RotaryTable.from_angles(torch.randn(5, 4)).rotate(torch.randn(2, 3, 5, 8))
         assert out.shape == (2, 3, 5, 8)
-    angles = torch.randn(5, 4)
-    graph = make_fx(lambda x: RotaryTable.from_angles(angles).rotate(x), tracing_mode="fake")(torch.randn(2, 3, 5, 8))
+    trace = make_fx(lambda x, angles: RotaryTable.from_angles(angles).rotate(x), tracing_mode="fake")
+    graph = trace(torch.randn(2, 3, 5, 8), torch.randn(5, 4))
     outputs = [node.meta["val"] for node in graph.graph.nodes if "val" in node.meta]
     assert not [value for value in outputs if isinstance(value, torch.Tensor) and value.is_complex()]
 
@@ -200,3 +202,16 @@ def test_several_threads_rotate_at_once() -> None:
     with ThreadPoolExecutor(4) as pool:
         for mine, theirs in zip(pool.map(table.rotate, inputs), expected, strict=True):
             assert torch.equal(mine, theirs)
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs_and_shows_us_ahead(tmp_path: Path) -> None:
+    pytest.importorskip("timm")
+    script, out = Path(__file__).parents[2] / "benchmarks" / "rotary.py", tmp_path / "rotary.json"
+    command = [sys.executable, str(script), "--quick", "--eager-only", "--rounds", "5", "--json", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    ratios = {(r["name"], r["dtype"], r["direction"]): r["ratio"] for r in json.loads(out.read_text())["records"]}
+    # The aims are 0.2 and 0.4; a loaded machine gets some slack, a lost fast path would be at 0.6 or more.
+    assert ratios["mmpe", "fp32", "forward"] < 0.35
+    assert ratios["mmpe", "fp32", "forward+backward"] < 0.5
