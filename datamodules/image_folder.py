@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -192,29 +192,34 @@ class ImageFolder(ImageData):
         return EvalLoader(source, self.eval_batch_size, self.num_workers, self.skipped)
 
 
-def scan_classes(folder: Path) -> tuple[list[str], list[tuple[Path, int]]]:
+def scan_classes(
+    folder: Path, suffixes: Collection[str] = IMAGE_SUFFIXES, kind: str = "image"
+) -> tuple[list[str], list[tuple[Path, int]]]:
     """Sorted class names, and (file, class number) of every image below the class folders, sorted.
 
     Args:
         folder: the folder of class folders.
+        suffixes: what the names of files end in, in lower case.
+        kind: what the files are, for messages.
 
     Raises:
         FileNotFoundError: if there is no such folder, no class folder in it, or no image in a class folder.
     """
     if not folder.is_dir():
-        raise FileNotFoundError(f"no folder {folder}: expected class folders with images in it, {folder / 'CLASS'}")
+        raise FileNotFoundError(f"no folder {folder}: expected class folders with {kind}s in it, {folder / 'CLASS'}")
     classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     if not classes:
-        raise FileNotFoundError(f"no class folder in {folder}: expected {folder / 'CLASS'}/*.jpg")
+        example = ".jpg" if kind == "image" else ".mp4"
+        raise FileNotFoundError(f"no class folder in {folder}: expected {folder / 'CLASS'}/*{example}")
     files, empty = [], []
     for number, name in enumerate(classes):
-        found = sorted(p for p in (folder / name).rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file())
+        found = sorted(p for p in (folder / name).rglob("*") if p.suffix.lower() in suffixes and p.is_file())
         files += [(path, number) for path in found]
         empty += [] if found else [name]
     if empty:
         raise FileNotFoundError(
-            f"no image in {len(empty)} of {len(classes)} class folders of {folder}: {few(empty)}; "
-            f"searched for {' '.join(sorted(IMAGE_SUFFIXES))}"
+            f"no {kind} in {len(empty)} of {len(classes)} class folders of {folder}: {few(empty)}; "
+            f"searched for {' '.join(sorted(suffixes))}"
         )
     return classes, files
 
@@ -236,6 +241,10 @@ def few(names: Sequence[str], most: int = 10) -> str:
 class ImageFiles:
     """Labelled image files, each read and transformed under its own seed.
 
+    Attributes:
+        kind: what the files are, for messages.
+        errors: what reading a damaged file raises.
+
     Args:
         files: (path, class number).
         transform: from a PIL image to a tensor.
@@ -245,10 +254,13 @@ class ImageFiles:
         replace: with "skip", put another sample in place of an unreadable one, otherwise mark it as not valid.
     """
 
+    kind = "image"
+    errors = READ_ERRORS
+
     def __init__(
         self,
         files: Sequence[tuple[Path, int]],
-        transform: Transform,
+        transform: Callable[[Any], Tensor],
         size: int,
         seed: int,
         on_error: OnError,
@@ -263,7 +275,16 @@ class ImageFiles:
     def batch(self, indices: Sequence[int], epoch: int) -> Batch:
         errors: list[tuple[str, str]] = []
         samples = [self._sample(index, epoch, errors) for index in indices]
-        return stack_samples(samples, errors, self.size)
+        return stack_samples(samples, errors, self.shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of a transformed sample."""
+        return 3, self.size, self.size
+
+    def read(self, path: Path) -> Any:
+        """What the transform takes, from a file."""
+        return read_image(path)
 
     def _sample(self, index: int, epoch: int, errors: list[tuple[str, str]]) -> tuple[Tensor, int] | None:
         others = generator(self.seed, epoch, index, 1)
@@ -271,16 +292,16 @@ class ImageFiles:
             path, label = self.files[index]
             seed_everything(self.seed, epoch, index)
             try:
-                image = read_image(path)
-            except READ_ERRORS as error:
+                sample = self.read(path)
+            except self.errors as error:
                 if self.on_error == "raise":
                     raise unreadable(str(path), error) from error
                 errors.append((str(path), describe(error)))
             else:
-                return self.transform(image), label
+                return self.transform(sample), label
             index = int(torch.randint(len(self), (), generator=others))
         if self.replace:
-            raise ValueError(f"{ATTEMPTS} images drawn in a row are unreadable, the last {path}: {errors[-1][1]}")
+            raise ValueError(f"{ATTEMPTS} {self.kind}s drawn in a row are unreadable, the last {path}: {errors[-1][1]}")
         return None
 
 
@@ -300,9 +321,17 @@ def unreadable(name: str, error: BaseException) -> ValueError:
     return ValueError(f"cannot read {name} ({describe(error)}); repair or remove it, or pass on_error='skip'")
 
 
-def stack_samples(samples: Sequence[tuple[Tensor, int] | None], errors: list[tuple[str, str]], size: int) -> Batch:
-    """A batch of (image, label) pairs; None becomes a grey image of class 0 that is not valid."""
-    blank = torch.zeros(3, size, size)
+def stack_samples(
+    samples: Sequence[tuple[Tensor, int] | None], errors: list[tuple[str, str]], size: int | tuple[int, ...]
+) -> Batch:
+    """A batch of (image, label) pairs; None becomes a grey image of class 0 that is not valid.
+
+    Args:
+        samples: the pairs.
+        errors: (name, reason) of what could not be read.
+        size: side of the images, or shape of the samples.
+    """
+    blank = torch.zeros((3, size, size) if isinstance(size, int) else size)
     images = [blank if sample is None else sample[0] for sample in samples]
     labels = [0 if sample is None else sample[1] for sample in samples]
     batch: Batch = {"image": torch.stack(images), "label": torch.tensor(labels), ERRORS: errors}

@@ -100,7 +100,9 @@ def _may_use_flex(q: Tensor, mask: Tensor | None, dropout: float, causal: bool, 
 def _flex() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return flex_attention if torch.compiler.is_compiling() else _compiled_flex()
+    if torch.compiler.is_compiling():
+        return flex_attention
+    return _compiled_flex()
 
 
 @cache

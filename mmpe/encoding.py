@@ -34,6 +34,10 @@ class AttentionTerms:
         """The terms of block `index`; terms that all blocks share return themselves."""
         return self
 
+    def inputs(self, h: Tensor) -> Tensor:
+        """Transform h (B, N, C), the normalised tokens, before the projections to q, k and v read it."""
+        return h
+
     def queries_keys(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Transform q (B, H, N, D) and k (B, Hkv, N, D); the width may grow, the softmax scale does not follow it."""
         return q, k
@@ -79,6 +83,11 @@ class ComposedTerms(AttentionTerms):
 
     def layer(self, index: int) -> AttentionTerms:
         return ComposedTerms(tuple(part.layer(index) for part in self.parts))
+
+    def inputs(self, h: Tensor) -> Tensor:
+        for part in self.parts:
+            h = part.inputs(h)
+        return h
 
     def queries_keys(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         for part in self.parts:
@@ -161,8 +170,10 @@ class PositionEncoding(FloatModule):
         depth: number of blocks that use this encoding; encodings with parameters per layer make `depth` sets.
 
     Class attributes say what an encoding is: `kind`, `supported_axes`, `per_layer` (owns parameters per block),
-    `content_dependent` (`forward` needs the block's input x and its layer), `terms` it sets, `equation`, `source`,
-    `promises` (properties that the generic tests check), `parity` ("official" or "formula") and `cost`.
+    `content_dependent` (`forward` needs the block's input x and its layer), `embeds_content` (what `embed` adds depends
+    on the tokens), `needs_grid` (refuses loose points), `cumulative` (counts along the sequence what tokens contain, so
+    that dropping one changes those after it), `terms` it sets, `equation`, `source`, `promises` (properties that the
+    generic tests check), `parity` ("official" or "formula") and `cost`.
     """
 
     name: ClassVar[str] = ""
@@ -170,7 +181,9 @@ class PositionEncoding(FloatModule):
     supported_axes: ClassVar[tuple[int, ...]] = (1, 2, 3)
     per_layer: ClassVar[bool] = False
     content_dependent: ClassVar[bool] = False
+    embeds_content: ClassVar[bool] = False
     needs_grid: ClassVar[bool] = False
+    cumulative: ClassVar[bool] = False
     terms: ClassVar[tuple[str, ...]] = ()
     equation: ClassVar[str] = ""
     source: ClassVar[str] = ""
@@ -189,6 +202,24 @@ class PositionEncoding(FloatModule):
         self.dim, self.heads, self.axes, self.depth = dim, heads, axes, depth
         self.head_dim = dim // heads
 
+    @property
+    def qkv_heads(self) -> int:
+        """Heads of width `head_dim` that the block projects q, k and v to."""
+        return self.heads
+
+    @property
+    def output_heads(self) -> int:
+        """Heads of width `head_dim` that `attend` returns, which the block's output projection reads."""
+        return self.heads
+
+    def place(self, positions: Positions, batch: int) -> Positions:
+        """Where the tokens of a batch of sequences are to be: the same positions unless an encoding augments them.
+
+        A backbone calls it once in each forward pass, before anything else, so that all that follows in this pass
+        sees the same draw.
+        """
+        return positions
+
     def embed(self, x: Tensor, positions: Positions, layer: int = 0) -> Tensor:
         """Token term: x (B, N, C) before block `layer` -> (B, N, C). The identity unless an encoding overrides it."""
         return x
@@ -204,6 +235,10 @@ class PositionEncoding(FloatModule):
         """
         self.check_positions(positions)
         return AttentionTerms()
+
+    def auxiliary_loss(self) -> Tensor | None:
+        """A loss of its own that an encoding adds to that of the task in each training step; None if it has none."""
+        return None
 
     def check_positions(self, positions: Positions) -> None:
         """Refuse positions with another number of axes, or without the grid that the encoding needs."""
@@ -246,10 +281,28 @@ class SumEncoding(PositionEncoding):
     def __init__(self, parts: list[PositionEncoding]) -> None:
         first = parts[0]
         super().__init__(first.dim, first.heads, first.axes, first.depth)
+        acting = [part for part in parts if set(part.terms) - {"embed", "inputs"}]
+        for part in acting:
+            if len(acting) > 1 and (part.qkv_heads, part.output_heads) != (self.heads, self.heads):
+                others = ", ".join(other.name for other in acting if other is not part)
+                raise ValueError(
+                    f"{part.name} changes the number of heads in attention and cannot be combined with {others}, "
+                    "made for the heads that come in; a token encoding can go with it"
+                )
         self.parts = nn.ModuleList(parts)
 
     def __iter__(self) -> Iterator[PositionEncoding]:
         return iter(self.parts)  # type: ignore[arg-type]
+
+    @property
+    def qkv_heads(self) -> int:
+        """The heads of the part that acts in attention."""
+        return next((part.qkv_heads for part in self if part.qkv_heads != self.heads), self.heads)
+
+    @property
+    def output_heads(self) -> int:
+        """The heads of the part that acts in attention."""
+        return next((part.output_heads for part in self if part.output_heads != self.heads), self.heads)
 
     @property
     def content_dependent(self) -> bool:  # type: ignore[override]
@@ -266,6 +319,17 @@ class SumEncoding(PositionEncoding):
         """True if any part needs tokens that fill a grid."""
         return any(part.needs_grid for part in self)
 
+    @property
+    def embeds_content(self) -> bool:  # type: ignore[override]
+        """True if what any part adds to the tokens depends on them."""
+        return any(part.embeds_content for part in self)
+
+    def place(self, positions: Positions, batch: int) -> Positions:
+        """An augmentation of one part moves the tokens for all of them."""
+        for part in self:
+            positions = part.place(positions, batch)
+        return positions
+
     def embed(self, x: Tensor, positions: Positions, layer: int = 0) -> Tensor:
         for part in self:
             x = part.embed(x, positions, layer)
@@ -277,6 +341,10 @@ class SumEncoding(PositionEncoding):
             for part in self
         ]
         return ComposedTerms(tuple(terms))
+
+    def auxiliary_loss(self) -> Tensor | None:
+        losses = [loss for part in self if (loss := part.auxiliary_loss()) is not None]
+        return torch.stack(losses).sum() if losses else None
 
     def _of_layer(self, terms: AttentionTerms, layer: int) -> AttentionTerms:
         # A sum that is called inside every block must hand out single-block terms for all of its parts.

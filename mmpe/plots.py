@@ -150,7 +150,7 @@ def attention_decay(
     floor = max(floor, min(-0.1, *(float(grid.min()) for grid in maps)))
     figure, panels = _panels(ax, len(maps), width=2.5, height=2.5)
     for h, (panel, grid) in enumerate(zip(panels, maps, strict=True)):
-        image = panel.imshow(grid.clamp(min=floor), cmap="cividis", vmin=floor, vmax=0, interpolation="nearest")
+        image = panel.imshow(grid.clamp(min=floor).numpy(), cmap="cividis", vmin=floor, vmax=0, interpolation="nearest")
         _mark(panel, positions, token)
         panel.set_title(f"head {h}", fontsize="medium")
     figure.colorbar(image, ax=panels, label="score below the maximum", shrink=0.8)
@@ -186,7 +186,7 @@ def similarity(
     figure, panels = _panels(ax, len(chosen), width=2.4, height=2.1)
     for panel, token in zip(panels, chosen, strict=True):
         values = _plane(matrix[_flat_index(positions, token)], positions, token)
-        image = panel.imshow(values, cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest")
+        image = panel.imshow(values.numpy(), cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest")
         _mark(panel, positions, token)
         panel.set_title(f"token {tuple(token)}", fontsize="small")
     figure.colorbar(image, ax=panels, label=label, shrink=0.8)
@@ -202,6 +202,7 @@ def extrapolation(
     title: str = "",
     ylabel: str = "accuracy (%)",
     legend: bool = True,
+    names: Sequence[str] | None = None,
     ax: Axes | None = None,
 ) -> Figure:
     """Score against size: mean over seeds as a line, one standard deviation as a band.
@@ -212,10 +213,11 @@ def extrapolation(
         title: text above the plot.
         ylabel: what the scores are.
         legend: draw the legend, to the right of the plot.
+        names: all encodings of a set of plots, so that each looks the same in all of them.
         ax: where to draw; by default a new figure.
     """
     figure, (panel,) = _panels(ax, 1, width=6.0, height=3.8)
-    names = list(dict.fromkeys(row.encoding for row in rows))  # one style per encoding in all panels
+    names = list(names or dict.fromkeys(row.encoding for row in rows))
     for row in rows:
         if row.positions not in (positions, "any"):
             continue
@@ -246,6 +248,7 @@ def extrapolation_panels(tasks: Sequence[tuple[str, Sequence[Row]]], ylabel: str
     """
     from .evaluation.tables import positions_of
 
+    names = list(dict.fromkeys(row.encoding for _, rows in tasks for row in rows))
     # A part of the figure for each task: its legend then takes room from its own panels only.
     widest = max(len(positions_of(rows)) for _, rows in tasks)
     whole, _ = new_figure(width=4.6 * widest + 1.8, height=3.8 * len(tasks))
@@ -257,7 +260,8 @@ def extrapolation_panels(tasks: Sequence[tuple[str, Sequence[Row]]], ylabel: str
         for p, (panel, way) in enumerate(zip(panels, ways, strict=True)):
             title = name if way == "any" else f"{name}: {way} positions"
             last = p == len(ways) - 1
-            extrapolation(rows, positions=way, title=title, ylabel="" if p else ylabel, legend=last, ax=panel)
+            label = "" if p else ylabel
+            extrapolation(rows, positions=way, title=title, ylabel=label, legend=last, names=names, ax=panel)
     return whole
 
 
@@ -278,7 +282,7 @@ def scores(
     with torch.no_grad():
         x = encoding.embed(x, bare, layer=layer)
         terms: AttentionTerms = encoding(bare, x, layer=layer).layer(layer)
-        heads = x.unflatten(-1, (encoding.heads, encoding.head_dim)).transpose(1, 2)  # (1, H, N, D)
+        heads = terms.inputs(x).unflatten(-1, (encoding.heads, encoding.head_dim)).transpose(1, 2)  # (1, H, N, D)
         q, k = terms.queries_keys(heads, heads)
         scale = encoding.head_dim**-0.5
         factor = 1.0 if terms.temperature is None else terms.temperature
@@ -340,7 +344,9 @@ def _flat_index(positions: Positions, token: Sequence[int]) -> int:
 def _plane(values: Tensor, positions: Positions, token: Sequence[int]) -> Tensor:
     """(N,) values as the picture that holds the token: a line as one row, a video as the token's frame."""
     grid = values.float().cpu().reshape(_grid(positions))
-    return {1: grid[None] if grid.dim() == 1 else grid, 2: grid}.get(grid.dim(), grid[token[0]])
+    if grid.dim() == 1:
+        return grid[None]
+    return grid if grid.dim() == 2 else grid[token[0]]
 
 
 def _mark(panel: Axes, positions: Positions, token: Sequence[int]) -> None:

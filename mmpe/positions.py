@@ -24,6 +24,8 @@ class Positions:
         grid_size: sizes of the grid that the N tokens fill, or None if they fill none.
         prefix: number of leading tokens without a position (class token, registers).
         extent: length of the coordinate range along each axis, or None if unknown.
+        lattice: sizes of the evenly spaced grid that every token is a cell of, whether all cells are there or not;
+            None if the coordinates are free. Offsets between its cells repeat, and a bias is computed once for each.
 
     Example:
         >>> Positions.grid(14, 14, prefix=1).num_tokens
@@ -35,6 +37,7 @@ class Positions:
     grid_size: tuple[int, ...] | None = None
     prefix: int = 0
     extent: tuple[float, ...] | None = None
+    lattice: tuple[int, ...] | None = None
 
     @classmethod
     def grid(cls, height: int, width: int, *, prefix: int = 0, device: torch.device | str | None = None) -> Positions:
@@ -104,7 +107,7 @@ class Positions:
             raise ValueError(f"every grid size must be at least 1, got {sizes}; is the image smaller than a patch?")
         ranges = [torch.arange(size, dtype=torch.float32, device=device) for size in sizes]
         coords = torch.stack(torch.meshgrid(*ranges, indexing="ij"), dim=-1).flatten(0, -2)  # (N, A)
-        return cls(coords, AXIS_NAMES[len(sizes)], sizes, _checked_prefix(prefix), sizes)
+        return cls(coords, AXIS_NAMES[len(sizes)], sizes, _checked_prefix(prefix), sizes, sizes)
 
     @property
     def num_axes(self) -> int:
@@ -153,7 +156,7 @@ class Positions:
         """The same tokens at other coordinates (same trailing shape), for augmentations."""
         if coords.shape[-2:] != self.coords.shape[-2:]:
             raise ValueError(f"coords {tuple(coords.shape)} must end in {tuple(self.coords.shape[-2:])}")
-        return replace(self, coords=coords.to(torch.float32))
+        return replace(self, coords=coords.to(torch.float32), lattice=None)
 
 
 def _checked_prefix(prefix: int) -> int:

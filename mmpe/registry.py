@@ -6,7 +6,7 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -59,7 +59,8 @@ class EncodingInfo:
         return asdict(self)
 
     def __str__(self) -> str:
-        lines = [f"{self.name}: {self.summary}", f"  kind         {self.kind} (terms: {', '.join(self.terms) or 'none'})"]
+        terms = ", ".join(self.terms) or "none"
+        lines = [f"{self.name}: {self.summary}", f"  kind         {self.kind} (terms: {terms})"]
         lines += [f"  equation     {line}" if not i else f"               {line}" for i, line in enumerate(
             self.equation.splitlines())]
         lines += [
@@ -122,6 +123,31 @@ def create_encoding(
         own = {k: v for k, v in shared.items() if k in option_names(cls)} | dict(options.get(part, {}))
         parts.append(_build(cls, part, dim, heads, axes, depth, own))
     return SumEncoding(parts)
+
+
+def create_encoding_for(
+    name: str,
+    dim: int,
+    heads: int,
+    axes: int,
+    depth: int,
+    offers: Mapping[str, Any],
+    options: Mapping[str, Any] | None = None,
+) -> PositionEncoding:
+    """Build an encoding on behalf of something that knows more than the user, such as a backbone its grid.
+
+    Args:
+        name: an encoding or a sum of them.
+        dim: model width C.
+        heads: number of attention heads.
+        axes: number of position axes.
+        depth: number of blocks.
+        offers: options that are set where an encoding has them.
+        options: options of the encoding; they win over the offers.
+    """
+    wanted = {option for part in name.split("+") for option in option_names(encoding_class(part.strip()))}
+    taken = {key: value for key, value in offers.items() if key in wanted}
+    return create_encoding(name, dim, heads, axes, depth, **(taken | dict(options or {})))
 
 
 def list_encodings(pattern: str = "*", *, axes: int | None = None, kind: str | None = None) -> list[str]:

@@ -8,10 +8,11 @@ from importlib import import_module
 _HOMES = {
     "GridLabelling": "grid_labelling",
     "ImageClassification": "image_classification",
+    "VideoClassification": "video_classification",
     "VisionTransformer": "vit",
 }
 
-__all__ = ["GridLabelling", "ImageClassification", "VisionTransformer"]
+__all__ = ["GridLabelling", "ImageClassification", "VideoClassification", "VisionTransformer"]
 
 
 def __getattr__(name: str) -> object:

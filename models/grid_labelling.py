@@ -13,7 +13,7 @@ from mmpe.integrations.backbone import BlockTerms, create_for_grid
 from mmpe.positions import Positions
 
 from .task import IGNORED, POSITION_RULES, EvalScores, Task, check_training
-from .vit_blocks import Block, init_weights
+from .vit_blocks import Attention, Block, heads_of, init_weights
 
 NO_LABEL = -100  # cross_entropy's own value for tokens that carry no label
 Rule = Literal["raw", "scaled"]
@@ -54,7 +54,8 @@ class TokenGridTransformer(nn.Module):
         self.embedding = nn.Embedding(num_tokens, dim)
         self.encoding = create_for_grid(encoding, dim, num_heads, depth, self.grid, 0, encoding_options)
         norm = partial(nn.LayerNorm, eps=1e-6)
-        self.blocks = nn.ModuleList(Block(dim, num_heads, norm, mlp_ratio=mlp_ratio) for _ in range(depth))
+        block = partial(Block, attention=partial(Attention, **heads_of(self.encoding)))
+        self.blocks = nn.ModuleList(block(dim, num_heads, norm, mlp_ratio=mlp_ratio) for _ in range(depth))
         self.norm = norm(dim)
         self.head = nn.Linear(dim, num_classes)
         init_weights(self, "", num_classes, skip="encoding")
@@ -74,6 +75,7 @@ class TokenGridTransformer(nn.Module):
         positions = Positions.grid(*tokens.shape[1:], device=tokens.device)
         if self.position_scaling == "scaled":
             positions = positions.scaled_to(self.grid)
+        positions = self.encoding.place(positions, tokens.shape[0])
         terms = BlockTerms(self.encoding, positions)
         x = self.embedding(tokens.flatten(1))  # (B, N, C)
         for layer, block in enumerate(self.blocks):
@@ -153,7 +155,7 @@ class GridLabelling(Task):
         # A batch without a single labelled cell has loss 0 and not NaN.
         loss = losses / (labels != NO_LABEL).sum().clamp(min=1)
         self.log("train/loss", loss, prog_bar=True, batch_size=len(batch["tokens"]), sync_dist=True)
-        return loss
+        return self.with_own_losses(loss)
 
     def new_scores(self) -> EvalScores:
         return EvalScores(self.hparams.num_classes, {"acc": 1})

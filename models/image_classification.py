@@ -144,7 +144,7 @@ class ImageClassification(Task):
         images, targets = self._augmented(batch["image"], batch["label"])
         loss = self._loss(self.backbone(images), targets)
         self.log("train/loss", loss, prog_bar=True, batch_size=len(images), sync_dist=True)
-        return loss
+        return self.with_own_losses(loss)
 
     def _augmented(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Resize and mix: images (B, C, H, W) with labels (B,), or (B, classes) where mixing is on."""
@@ -180,15 +180,19 @@ class ImageClassification(Task):
         top_k = {"top1": 1, "top5": 5} if self.hparams.num_classes > 5 else {"top1": 1}
         return EvalScores(self.hparams.num_classes, top_k)
 
+    def logits(self, images: Tensor) -> Tensor:
+        """What evaluation scores: images -> logits (B, classes)."""
+        return self.eval_network(images)
+
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
         labels = batch["label"]
         if "valid" in batch:
             labels = torch.where(batch["valid"], labels, IGNORED)
-        return self.eval_network(batch["image"]), labels
+        return self.logits(batch["image"]), labels
 
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """Class and probabilities of every valid image: {"label": (B,), "probability": (B, classes)}."""
-        probability = self.eval_network(batch["image"]).float().softmax(-1)
+        probability = self.logits(batch["image"]).float().softmax(-1)
         if "valid" in batch:
             probability = probability[batch["valid"]]
         return {"label": probability.argmax(-1), "probability": probability}

@@ -35,6 +35,12 @@ class Task(pl.LightningModule, ABC):
     scores: nn.ModuleList
     """One `EvalScores` for every evaluation set and rule of positions, made anew for each evaluation."""
 
+    def with_own_losses(self, loss: Tensor) -> Tensor:
+        """The loss of the task and, where the position encoding has losses of its own, those."""
+        encoding = getattr(getattr(self, self.network_name), "encoding", None)
+        own = encoding.auxiliary_loss() if encoding is not None else None
+        return loss if own is None else loss + own
+
     @property
     def eval_network(self) -> nn.Module:
         """The network of evaluation and prediction."""

@@ -1,4 +1,4 @@
-"""Vision transformer on timm's building blocks, with any position encoding of mmpe, for images of any size."""
+"""Vision transformer on timm's building blocks, with any position encoding of mmpe, for images and clips of any size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from huggingface_hub import PyTorchModelHubMixin
-from timm.layers import AttentionPoolLatent, PatchEmbed, get_act_layer, get_norm_layer, global_pool_nlc, to_2tuple
+from timm.layers import AttentionPoolLatent, get_act_layer, global_pool_nlc, to_2tuple
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,10 +20,11 @@ from mmpe.integrations.backbone import BlockTerms, create_for_grid, drop_patches
 from mmpe.positions import Positions
 
 from . import vit_checkpoints
-from .vit_blocks import INIT_MODES, Attention, Block, NormLayer, drop_path_rates, init_weights
+from .vit_blocks import Attention, Block, NormLayer, drop_path_rates, heads_of, init_weights
 from .vit_cfg import default_cfg
+from .vit_checks import check_choices, check_pool, check_rates, norm_layer_of
+from .vit_stem import check_size, make_stem, own_size
 
-POOLS = ("", "token", "avg", "avgmax", "max", "map")
 SCALINGS = ("raw", "scaled")
 PositionScaling = Literal["raw", "scaled"]
 
@@ -70,7 +71,12 @@ class VisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="mmpe", ta
         encoding: name of a position encoding (`mmpe.list_encodings(axes=2)`) or a sum such as "ape_learned+rope_mixed".
         encoding_options: options of the encoding (`mmpe.describe(name)`).
         position_scaling: "raw" counts patches; "scaled" stretches the positions of every image to the trained grid.
-        trained_grid: (rows, columns) that "scaled" stretches to; by default the grid of img_size.
+        trained_grid: (rows, columns) that "scaled" stretches to, (time, rows, columns) with clips; by default the grid of
+            img_size and num_frames.
+        num_frames: frames of the training clips, which makes it a model of clips (B, in_chans, T, H, W) of any length,
+            with an encoding over time, rows and columns; None for images.
+        tubelet_size: frames of a token of clips.
+        temporal_positions: False places all tokens of a clip at one time, an ablation.
 
     Example:
         >>> model = VisionTransformer(img_size=32, patch_size=8, embed_dim=64, depth=2, num_heads=2, num_classes=10)
@@ -115,24 +121,31 @@ class VisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="mmpe", ta
         encoding: str = "rope_mixed",
         encoding_options: dict[str, Any] | None = None,
         position_scaling: PositionScaling = "raw",
-        trained_grid: tuple[int, int] | None = None,
+        trained_grid: tuple[int, ...] | None = None,
+        num_frames: int | None = None,
+        tubelet_size: int = 2,
+        temporal_positions: bool = True,
     ) -> None:
         super().__init__()
-        _check_choices(global_pool, class_token, weight_init, embed_dim, num_heads)
-        _check_rates(drop_rate, pos_drop_rate, patch_drop_rate, proj_drop_rate, attn_drop_rate, drop_path_rate)
-        norm = _norm(norm_layer, norm_eps)
+        check_choices(global_pool, class_token, weight_init, embed_dim, num_heads)
+        check_rates(drop_rate, pos_drop_rate, patch_drop_rate, proj_drop_rate, attn_drop_rate, drop_path_rate)
+        norm = norm_layer_of(norm_layer, norm_eps)
         self.num_classes, self.global_pool, self.depth, self.grad_checkpointing = num_classes, global_pool, depth, False
         self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
-        self._make_stem(img_size, to_2tuple(patch_size), in_chans, dynamic_img_size, dynamic_img_pad, not pre_norm)
+        size = (img_size, patch_size, num_frames, tubelet_size)
+        self._make_stem(size, in_chans, dynamic_img_size, dynamic_img_pad, not pre_norm)
         self._make_prefix(class_token, reg_tokens)
         table_prefix = 0 if no_embed_class else self.num_prefix_tokens
         self._make_encoding(encoding, num_heads, table_prefix, encoding_options, patch_drop_rate)
-        self.trained_grid = to_2tuple(trained_grid) if trained_grid is not None else self.grid_size
+        self.trained_grid = self.grid_size if trained_grid is None else _grid_of(trained_grid, len(self.grid_size))
+        self.temporal_positions = temporal_positions
+        if not temporal_positions and self.encoding.needs_grid:
+            raise ValueError(f"temporal_positions=False leaves no grid in time, which encoding={encoding!r} needs")
         self.set_position_scaling(position_scaling)
         self.pos_drop, self.patch_drop_rate = nn.Dropout(pos_drop_rate), patch_drop_rate
         self.norm_pre = norm(embed_dim) if pre_norm else nn.Identity()
         attention = partial(Attention, qkv_bias=qkv_bias, qk_norm=qk_norm, scale_norm=scale_attn_norm)
-        attention = partial(attention, attn_drop=attn_drop_rate, proj_drop=proj_drop_rate)
+        attention = partial(attention, attn_drop=attn_drop_rate, proj_drop=proj_drop_rate, **heads_of(self.encoding))
         block = partial(Block, embed_dim, num_heads, norm, get_act_layer(act_layer), mlp_ratio, swiglu, scale_mlp_norm)
         block = partial(block, init_values, attention=attention, proj_drop=proj_drop_rate)
         self.blocks = nn.Sequential(*(block(drop_path=rate) for rate in drop_path_rates(drop_path_rate, depth)))
@@ -144,25 +157,17 @@ class VisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="mmpe", ta
 
     def _make_stem(
         self,
-        img_size: int | tuple[int, int],
-        patch_size: tuple[int, int],
+        size: tuple[int | tuple[int, int], int | tuple[int, int], int | None, int],
         in_chans: int,
         dynamic_size: bool,
         pad: bool,
         bias: bool,
     ) -> None:
-        self.in_chans, self.dynamic_img_size = in_chans, dynamic_size
-        self.patch_embed = PatchEmbed(
-            to_2tuple(img_size),
-            patch_size,
-            in_chans,
-            self.embed_dim,
-            output_fmt="NHWC",
-            strict_img_size=False,
-            dynamic_img_pad=pad,
-            bias=bias,
-        )
-        self._check_size(*self.patch_embed.img_size)
+        image, patch, frames, tubelet = size
+        self.in_chans, self.dynamic_img_size, self.num_frames = in_chans, dynamic_size, frames
+        sizes = (to_2tuple(image), to_2tuple(patch), frames, tubelet)
+        self.patch_embed = make_stem(*sizes, in_chans, self.embed_dim, bias, pad)
+        check_size(self.patch_embed, own_size(self.patch_embed), dynamic_size)
         reduction = self.patch_embed.feat_ratio()
         self.feature_info = [
             {"module": f"blocks.{i}", "num_chs": self.embed_dim, "reduction": reduction} for i in range(self.depth)
@@ -217,9 +222,9 @@ class VisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="mmpe", ta
         self.encoding.init_non_persistent_buffers()
 
     @property
-    def grid_size(self) -> tuple[int, int]:
-        """Rows and columns of patches of an image of the current `img_size`."""
-        return self.patch_embed.dynamic_feat_size(self.patch_embed.img_size)
+    def grid_size(self) -> tuple[int, ...]:
+        """Rows and columns of patches of an image of the current `img_size`; with clips, time before them."""
+        return self.patch_embed.dynamic_feat_size(own_size(self.patch_embed))
 
     def set_position_scaling(self, mode: PositionScaling) -> None:
         """Choose how positions of other image sizes are counted.
@@ -232,20 +237,27 @@ class VisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="mmpe", ta
         self.position_scaling = mode
         self._record(position_scaling=mode)
 
-    def positions_for(self, height: int, width: int, device: torch.device | str | None = None) -> Positions:
-        """Positions of the patches of an image of height x width pixels, in the current scaling."""
-        self._check_size(height, width)
-        grid = self.patch_embed.dynamic_feat_size((height, width))
-        positions = Positions.grid(*grid, prefix=self.num_prefix_tokens, device=device)
-        return positions.scaled_to(self.trained_grid) if self.position_scaling == "scaled" else positions
+    def positions_for(self, *size: int, device: torch.device | str | None = None) -> Positions:
+        """Positions of the patches of images of H, W pixels, or of clips of T, H, W, in the current scaling."""
+        check_size(self.patch_embed, size, self.dynamic_img_size)
+        grid = self.patch_embed.dynamic_feat_size(size)
+        positions = Positions.of_size(grid, prefix=self.num_prefix_tokens, device=device)
+        if self.position_scaling == "scaled":
+            positions = positions.scaled_to(self.trained_grid)
+        if self.num_frames is not None and not self.temporal_positions:
+            still = torch.tensor([0.0, 1.0, 1.0], device=device)
+            positions = replace(positions, coords=positions.coords * still, grid_size=None)
+        return positions
 
     def forward_tokens(self, x: Tensor, positions: Positions | None = None) -> tuple[Tensor, Positions]:
         """Images (B, in_chans, H, W) -> tokens (B, P + N, C) before the first block, and their positions."""
-        if x.dim() != 4 or x.shape[1] != self.in_chans:
-            raise ValueError(f"images must be (B, {self.in_chans}, H, W), got shape {tuple(x.shape)}")
-        grid_positions = self.positions_for(x.shape[2], x.shape[3], x.device)
-        x = self.patch_embed(x).flatten(1, 2)  # (B, N, C)
+        axes = "H, W" if self.num_frames is None else "T, H, W"
+        if x.dim() != (4 if self.num_frames is None else 5) or x.shape[1] != self.in_chans:
+            raise ValueError(f"{self._inputs} must be (B, {self.in_chans}, {axes}), got shape {tuple(x.shape)}")
+        grid_positions = self.positions_for(*x.shape[2:], device=x.device)
+        x = self.patch_embed(x).flatten(1, -2)  # (B, N, C)
         positions = grid_positions if positions is None else self._own_positions(positions, x)
+        positions = self.encoding.place(positions, x.shape[0])
         prefix = [t.expand(x.shape[0], -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
         x = torch.cat([*(t.to(x.dtype) for t in prefix), x], dim=1)  # (B, P + N, C)
         x = self.pos_drop(self.encoding.embed(x, positions, layer=0))
@@ -253,13 +265,17 @@ class VisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="mmpe", ta
             x, positions = drop_patches(x, positions, self.patch_drop_rate)
         return self.norm_pre(x), positions
 
+    @property
+    def _inputs(self) -> str:
+        return "images" if self.num_frames is None else "clips"
+
     def _own_positions(self, positions: Positions, patches: Tensor) -> Positions:
         # The caller knows where the patches are; how many tokens precede them is the model's business.
         coords = positions.coords
         if coords.shape[-2] != patches.shape[1] or (coords.dim() > 2 and coords.shape[0] != patches.shape[0]):
             raise ValueError(
-                f"positions of shape {tuple(coords.shape)} do not fit {patches.shape[0]} images of "
-                f"{patches.shape[1]} patches; give (N, 2) or (B, N, 2), without prefix tokens"
+                f"positions of shape {tuple(coords.shape)} do not fit {patches.shape[0]} {self._inputs} of "
+                f"{patches.shape[1]} patches; give (N, A) or (B, N, A), without prefix tokens"
             )
         return replace(positions.to(patches.device), prefix=self.num_prefix_tokens)
 
@@ -372,7 +388,7 @@ class VisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="mmpe", ta
         if global_pool is not None:
             if global_pool == "map" and self.attn_pool is None:
                 raise ValueError("global_pool='map' has weights; build the model with it instead")
-            _check_pool(global_pool, self.has_class_token)
+            check_pool(global_pool, self.has_class_token)
             self.attn_pool = self.attn_pool if global_pool == "map" else None
             self.global_pool = global_pool
         weight = self.patch_embed.proj.weight
@@ -387,13 +403,16 @@ class VisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="mmpe", ta
         self.grad_checkpointing = enable
 
     def set_input_size(
-        self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
+        self,
+        img_size: int | tuple[int, int] | None = None,
+        patch_size: int | tuple[int, int] | None = None,
+        num_frames: int | None = None,
     ) -> None:
-        """Make another image or patch size the model's own: patch kernel and position tables are resampled.
+        """Make another size of images, patches or clips the model's own: kernel and position tables are resampled.
 
         The grid that "scaled" positions are stretched to stays the one trained on.
         """
-        vit_checkpoints.set_input_size(self, img_size, patch_size)
+        vit_checkpoints.set_input_size(self, img_size, patch_size, num_frames)
 
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters without weight decay: tokens and everything of the encoding."""
@@ -449,44 +468,9 @@ class VisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="mmpe", ta
         if isinstance(stored, dict):
             self.__dict__["_model_args"] = stored | arguments
 
-    def _check_size(self, height: int, width: int) -> None:
-        rows, columns = self.patch_embed.patch_size
-        size, patch = f"{height}x{width}", f"{rows}x{columns}"
-        if not self.dynamic_img_size and (height, width) != tuple(self.patch_embed.img_size):
-            own = "{}x{}".format(*self.patch_embed.img_size)
-            raise ValueError(f"image {size} is not {own}; build with dynamic_img_size=True or call set_input_size")
-        if self.patch_embed.dynamic_img_pad:
-            return
-        if height < rows or width < columns:
-            raise ValueError(f"image {size} is smaller than a patch of {patch}; resize it or use dynamic_img_pad=True")
-        if height % rows or width % columns:
-            near = f"{height - height % rows}x{width - width % columns}"
-            raise ValueError(f"image {size} is no multiple of the patch {patch}; use {near} or dynamic_img_pad=True")
 
-
-def _norm(name: str, eps: float | None) -> NormLayer:
-    try:
-        layer = get_norm_layer(name)
-    except (AssertionError, KeyError) as error:
-        raise ValueError(f"norm_layer={name!r} is no name of a norm in timm; use 'layernorm' or 'rmsnorm'") from error
-    return layer if eps is None else partial(layer, eps=eps)
-
-
-def _check_choices(pool: str, class_token: bool, weight_init: str, dim: int, heads: int) -> None:
-    _check_pool(pool, class_token)
-    if weight_init not in INIT_MODES:
-        raise ValueError(f"weight_init must be one of {INIT_MODES}, got {weight_init!r}")
-    if heads < 1 or dim % heads:
-        raise ValueError(f"embed_dim={dim} must be divisible by num_heads={heads}")
-
-
-def _check_pool(pool: str, class_token: bool) -> None:
-    if pool not in POOLS:
-        raise ValueError(f"global_pool must be one of {POOLS}, got {pool!r}")
-    if pool == "token" and not class_token:
-        raise ValueError("global_pool='token' needs class_token=True; use 'avg' without a class token")
-
-
-def _check_rates(*rates: float) -> None:
-    if any(not 0.0 <= rate < 1.0 for rate in rates):
-        raise ValueError(f"drop rates must lie in [0, 1), got {rates} (head, pos, patch, proj, attn, path)")
+def _grid_of(sizes: Sequence[int] | int, axes: int) -> tuple[int, ...]:
+    grid = (sizes,) * axes if isinstance(sizes, int) else tuple(sizes)
+    if len(grid) != axes:
+        raise ValueError(f"trained_grid={sizes} must give one size for each of {axes} axes")
+    return grid

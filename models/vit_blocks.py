@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from timm.layers import DropPath, LayerScale, Mlp, SwiGLU, SwiGLUPacked, lecun_normal_, trunc_normal_
 from torch import Tensor, nn
 
 from mmpe.attention import attend
-from mmpe.encoding import AttentionTerms
+from mmpe.encoding import AttentionTerms, PositionEncoding
 
 NormLayer = Callable[[int], nn.Module]
 TermsOf = Callable[[Tensor], AttentionTerms]
@@ -33,6 +33,8 @@ class Attention(nn.Module):
         scale_norm: normalise the output before the last projection.
         attn_drop: dropout of attention weights.
         proj_drop: dropout of the output.
+        qkv_heads: heads that q, k and v are projected to, where the encoding wants another number than num_heads.
+        output_heads: heads that come out of attention, where the encoding makes another number.
     """
 
     def __init__(
@@ -45,14 +47,18 @@ class Attention(nn.Module):
         scale_norm: bool = False,
         attn_drop: float = 0.0,
         proj_drop: float = 0.0,
+        qkv_heads: int | None = None,
+        output_heads: int | None = None,
     ) -> None:
         super().__init__()
-        self.num_heads, self.attn_drop = num_heads, attn_drop
-        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
-        self.q_norm = norm_layer(dim // num_heads) if qk_norm else nn.Identity()
-        self.k_norm = norm_layer(dim // num_heads) if qk_norm else nn.Identity()
-        self.norm = norm_layer(dim) if scale_norm else nn.Identity()
-        self.proj = nn.Linear(dim, dim)
+        head_dim = dim // num_heads
+        self.num_heads, self.attn_drop = qkv_heads or num_heads, attn_drop
+        self.qkv = nn.Linear(dim, 3 * self.num_heads * head_dim, bias=qkv_bias)
+        self.q_norm = norm_layer(head_dim) if qk_norm else nn.Identity()
+        self.k_norm = norm_layer(head_dim) if qk_norm else nn.Identity()
+        width = (output_heads or num_heads) * head_dim
+        self.norm = norm_layer(width) if scale_norm else nn.Identity()
+        self.proj = nn.Linear(width, dim)
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(
@@ -64,6 +70,11 @@ class Attention(nn.Module):
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         o = attend(q, k, v, terms, mask, dropout=self.attn_drop if self.training else 0.0, causal=causal)
         return self.proj_drop(self.proj(self.norm(o.transpose(1, 2).flatten(2))))
+
+
+def heads_of(encoding: PositionEncoding) -> dict[str, Any]:
+    """The heads that an encoding wants in and makes of them, as options of `Attention`."""
+    return {"qkv_heads": encoding.qkv_heads, "output_heads": encoding.output_heads}
 
 
 class Block(nn.Module):
@@ -114,6 +125,7 @@ class Block(nn.Module):
         """Tokens x (B, N, C) -> (B, N, C); `terms_of` maps the input of the qkv projection to the terms."""
         h = self.norm1(x)
         terms = terms_of(h) if terms_of is not None else None
+        h = terms.inputs(h) if terms is not None else h
         x = x + self.drop_path1(self.ls1(self.attn(h, terms, mask, causal)))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
@@ -145,7 +157,7 @@ def init_weights(model: nn.Module, mode: str, num_classes: int, skip: str) -> No
             continue
         if isinstance(module, nn.Linear):
             _init_linear(module, name, mode, num_classes)
-        elif isinstance(module, nn.Conv2d) and mode.startswith("jax"):
+        elif isinstance(module, nn.Conv2d | nn.Conv3d) and mode.startswith("jax"):
             lecun_normal_(module.weight)
             _zero_bias(module)
         elif hasattr(module, "reset_parameters"):
@@ -176,7 +188,7 @@ def _init_linear(module: nn.Linear, name: str, mode: str, num_classes: int) -> N
         nn.init.normal_(bias, std=1e-6)
 
 
-def _zero_bias(module: nn.Linear | nn.Conv2d) -> None:
+def _zero_bias(module: nn.Linear | nn.Conv2d | nn.Conv3d) -> None:
     bias: Tensor | None = module.bias
     if bias is not None:
         nn.init.zeros_(bias)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mmpe.integrations.backbone import create_for_grid
 
 from .conversion import from_timm_names, looks_like_timm
+from .vit_stem import TubeletEmbed
 
 if TYPE_CHECKING:
     from .vit import VisionTransformer
@@ -127,9 +128,11 @@ def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: nn.Module) -> dic
     weights = {key: value for key, value in state_dict.items() if not _DERIVED.search(key)}
     if looks_like_timm(weights):
         weights = from_timm_names(weights, model.encoding)  # type: ignore[arg-type]
-    kernel = weights.get("patch_embed.proj.weight")
-    size = list(model.patch_embed.patch_size)  # type: ignore[union-attr, arg-type]
-    if isinstance(kernel, Tensor) and kernel.dim() == 4 and list(kernel.shape[-2:]) != size:
+    kernel, stem = weights.get("patch_embed.proj.weight"), model.patch_embed
+    size = list(stem.patch_size)  # type: ignore[union-attr, arg-type]
+    if isinstance(kernel, Tensor) and isinstance(stem, TubeletEmbed):
+        weights["patch_embed.proj.weight"] = stem.fitted(kernel)
+    elif isinstance(kernel, Tensor) and kernel.dim() == 4 and list(kernel.shape[-2:]) != size:
         weights["patch_embed.proj.weight"] = resample_patch_embed(kernel, size)
     return weights
 
@@ -152,10 +155,18 @@ def set_input_size(
     model: VisionTransformer,
     img_size: int | tuple[int, int] | None,
     patch_size: int | tuple[int, int] | None,
+    num_frames: int | None,
 ) -> None:
-    """Another image or patch size for the model: the patch kernel and the position tables are resampled."""
+    """Another size of images, patches or clips for the model: kernel and position tables are resampled."""
     stem = model.patch_embed
-    stem.set_input_size(img_size, patch_size)
+    if isinstance(stem, TubeletEmbed):
+        stem.set_input_size(img_size, patch_size, num_frames)
+        model.num_frames = stem.num_frames
+        model._record(num_frames=stem.num_frames)
+    elif num_frames is not None:
+        raise ValueError(f"num_frames={num_frames} is for models of clips; build this one with num_frames")
+    else:
+        stem.set_input_size(img_size, patch_size)
     model._record(img_size=tuple(stem.img_size), patch_size=tuple(stem.patch_size), trained_grid=model.trained_grid)
     traits = getattr(model, "_traits", None)  # where newer versions of timm keep the size of a model that they built
     if isinstance(traits, dict):

@@ -34,6 +34,7 @@ from zoo import (
 import mmpe
 from mmpe.registry import encoding_class, option_names
 
+ISOTROPIC = {"permutation_equivariant", "rotation_invariant"}
 KINDS = {"none", "token", "rotary", "bias", "parabolic"}
 every = pytest.mark.parametrize(("name", "axes"), CASES, ids=IDS)
 named = pytest.mark.parametrize("name", mmpe.list_encodings())
@@ -73,7 +74,8 @@ def test_terms_keep_the_dtype_of_q_k_v(name: str, axes: int, dtype: torch.dtype)
     for layer in range(enc.depth):
         terms = enc(positions, x, layer=layer) if enc.content_dependent else enc(positions).layer(layer)
         assert {t.dtype for t in terms.queries_keys(q, q)} == {dtype}
-        assert terms.values(q).dtype == terms.outputs(q).dtype == enc.embed(x, positions, layer).dtype == dtype
+        assert terms.values(q).dtype == terms.outputs(q).dtype == dtype
+        assert enc.embed(x, positions, layer).dtype == terms.inputs(x).dtype == dtype
 
 
 @every
@@ -101,7 +103,8 @@ def test_transposed_grid_is_another_grid(name: str, axes: int):
     order = torch.arange(x.shape[1]).reshape(sizes).permute(*reversed(range(axes))).flatten()
     back = torch.argsort(order)
     direct, swapped = net(x, wide), net(x[:, order], tall)[:, back]
-    if axes == 1 or {"permutation_equivariant", "rotation_invariant"} & set(encoding_class(name).promises):
+    promises = set(encoding_class(name).promises)
+    if axes == 1 or ISOTROPIC & promises or (axes == 2 and "transpose_invariant" in promises):
         same(swapped, direct, atol=1e-5)
     else:
         assert (swapped - direct).abs().max() > 1e-4
@@ -163,7 +166,11 @@ def test_dropped_tokens_leave_the_others_where_they_were(name: str, axes: int):
         return
     full = net(x, positions, mask=visible)
     index = index[..., None].expand(-1, -1, DIM)
-    same(net(torch.gather(x, 1, index), positions.keep(kept)), torch.gather(full, 1, index), atol=1e-5)
+    found, expected = net(torch.gather(x, 1, index), positions.keep(kept)), torch.gather(full, 1, index)
+    if net.enc.cumulative:  # what is dropped is not counted
+        assert (found - expected).abs().max() > 1e-4
+    else:
+        same(found, expected, atol=1e-5)
 
 
 @every
@@ -270,7 +277,9 @@ def test_reset_draws_what_the_constructor_draws(name: str, axes: int):
     constructed, drawn = fresh(name, axes), fresh(name, axes)
     drawn.reset_parameters()
     for old, new in zip(constructed.parameters(), drawn.parameters(), strict=True):
-        same((new.mean(), new.std()), (old.mean(), old.std()), atol=0.3 * float(old.detach().std()) + 1e-6)
+        # Two draws of few numbers differ by more than two of many.
+        spread = (0.3 + 4.0 / old.numel() ** 0.5) * float(old.detach().std())
+        same((new.mean(), new.std()), (old.mean(), old.std()), atol=spread + 1e-6)
 
 
 @every
@@ -399,6 +408,7 @@ def test_sums_do_what_their_parts_do(name: str, axes: int):
         alone = second(positions, x, layer=layer) if second.content_dependent else second(positions).layer(layer)
         both = total(positions, x, layer=layer) if total.content_dependent else total(positions).layer(layer)
         same(mmpe.attend(q, k, k, both), mmpe.attend(q, k, k, alone), atol=1e-6)
+        same(both.inputs(x), alone.inputs(x))
     assert total.state_dict().keys() == {f"parts.1.{key}" for key in second.state_dict()}
 
 

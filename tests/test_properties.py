@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from zoo import CASES, DIM, GRIDS, HEADS, IDS, TinyTransformer, build, tokens, transformer
+from zoo import CASES, DIM, GRIDS, HEADS, IDS, TinyTransformer, build, fresh, tokens, transformer
 
 import mmpe
 from mmpe.registry import encoding_class
@@ -137,17 +137,45 @@ def test_permutation_equivariant(name: str):
         same(net(x[:, order], positions), net(x, positions)[:, order])
 
 
+@promised("transpose_invariant")
+def test_transpose_invariant(name: str):
+    """Rows and columns of an oblong image change places and nothing else does: an order starts along the longer side.
+
+    The square ones differ, since there the order has to choose.
+    """
+    net = transformer(name, 2)
+    for sizes, equal in (((3, 5), True), ((8, 5), True), ((4, 4), False)):
+        wide, tall = mmpe.Positions.grid(*sizes), mmpe.Positions.grid(*reversed(sizes))
+        x = tokens(wide)
+        order = torch.arange(x.shape[1]).reshape(sizes).T.flatten()
+        gap = (net(x[:, order], tall) - net(x, wide)[:, order]).abs().max()
+        assert (gap < 1e-5) if equal else (gap > 1e-3)
+
+
 @promised("symmetric_bias")
 def test_symmetric_bias(name: str):
     """The bias is symmetric, zero on the diagonal, and falls with the distance in every head."""
     for axes in encoding_class(name).supported_axes:
         coords = scattered(axes)
         q = torch.zeros(1, HEADS, len(coords), DIM // HEADS)
-        bias = build(name, axes)(at(coords)).bias(q, q)
+        bias = build(name, axes)(at(coords)).layer(1).bias(q, q)
         assert torch.equal(bias, bias.transpose(-1, -2))
         assert torch.equal(bias.diagonal(dim1=-2, dim2=-1), torch.zeros(1, HEADS, len(coords)))
         by_distance = torch.cdist(coords, coords).flatten().argsort()
         assert (bias.flatten(-2)[..., by_distance].diff() <= 1e-6).all()
+
+
+@promised("nothing_at_init")
+def test_nothing_at_init(name: str):
+    """As the constructor leaves it, it changes nothing, so that it can join a trained model."""
+    for axes in encoding_class(name).supported_axes:
+        enc, positions = fresh(name, axes), mmpe.Positions.of_size(GRIDS[axes], prefix=1)
+        x = tokens(positions)
+        q, k, v = torch.randn(3, 3, HEADS, positions.num_tokens, DIM // HEADS).unbind()
+        for layer in range(enc.depth):
+            terms = enc(positions, x, layer=layer) if enc.content_dependent else enc(positions).layer(layer)
+            same(mmpe.attend(q, k, v, terms), mmpe.attend(q, k, v))
+            same(enc.embed(x, positions, layer), x, atol=0.0)
 
 
 @promised("offset_products")

@@ -19,7 +19,8 @@ def test_the_first_encodings_are_there():
 
 def test_list_filters():
     assert set(mmpe.list_encodings("rope*")) >= {"rope", "rope_axial", "rope_mixed"}
-    assert mmpe.list_encodings("ape_*") == ["ape_learned", "ape_sincos"]
+    assert set(mmpe.list_encodings("ape_*")) >= {"ape_learned", "ape_sincos"}
+    assert all(name.startswith("ape_") for name in mmpe.list_encodings("ape_*"))
     assert "alibi_2d" in mmpe.list_encodings(kind="bias")
     assert "alibi_2d" not in mmpe.list_encodings(kind="rotary")
     assert mmpe.list_encodings(axes=4) == []

@@ -35,7 +35,8 @@ def fresh(name: str, axes: int, depth: int = DEPTH, **options: Any) -> mmpe.Posi
     allowed = {o for part in name.split("+") for o in option_names(encoding_class(part))}
     if "grid_size" in allowed:
         options.setdefault("grid_size", GRIDS[axes])
-    return mmpe.create_encoding(name, dim=DIM, heads=HEADS, axes=axes, depth=depth, **options)
+    # In evaluation, where nothing is drawn: augmentations are tested where they live.
+    return mmpe.create_encoding(name, dim=DIM, heads=HEADS, axes=axes, depth=depth, **options).eval()
 
 
 def loose(positions: mmpe.Positions, batch: int | None = None) -> mmpe.Positions:
@@ -49,13 +50,15 @@ class TinyTransformer(nn.Module):
 
     def __init__(self, enc: mmpe.PositionEncoding, kv_heads: int = HEADS) -> None:
         super().__init__()
-        self.enc, self.kv_heads = enc, kv_heads
-        width = enc.head_dim * (enc.heads + 2 * kv_heads)
+        self.enc = enc
+        self.heads = (enc.qkv_heads, *(2 * [kv_heads * enc.qkv_heads // enc.heads]))  # of q, k and v
+        width = enc.head_dim * sum(self.heads)
         self.norm = nn.LayerNorm(enc.dim)
         self.qkv = nn.ModuleList(nn.Linear(enc.dim, width) for _ in range(enc.depth))
-        self.proj = nn.ModuleList(nn.Linear(enc.dim, enc.dim) for _ in range(enc.depth))
+        self.proj = nn.ModuleList(nn.Linear(enc.output_heads * enc.head_dim, enc.dim) for _ in range(enc.depth))
 
     def forward(self, x: Tensor, positions: mmpe.Positions, mask: Tensor | None = None) -> Tensor:
+        positions = self.enc.place(positions, x.shape[0])  # len(x) would fix the size in an exported graph
         shared = None if self.enc.content_dependent else self.enc(positions)
         for layer in range(self.enc.depth):
             x = self.enc.embed(x, positions, layer=layer)
@@ -72,9 +75,9 @@ class TinyTransformer(nn.Module):
     ) -> Tensor:
         h = self.norm(x)
         terms = self.enc(positions, h, layer=layer) if shared is None else shared.layer(layer)
-        heads = (self.enc.heads, self.kv_heads, self.kv_heads)
-        parts = self.qkv[layer](h).split([n * self.enc.head_dim for n in heads], dim=-1)
-        q, k, v = (p.unflatten(-1, (n, -1)).transpose(1, 2) for p, n in zip(parts, heads, strict=True))  # (B, H, N, D)
+        parts = self.qkv[layer](terms.inputs(h)).split([n * self.enc.head_dim for n in self.heads], dim=-1)
+        split = zip(parts, self.heads, strict=True)
+        q, k, v = (p.unflatten(-1, (n, -1)).transpose(1, 2) for p, n in split)  # (B, H, N, D)
         o = mmpe.attend(q, k, v, terms, mask=mask, backend="sdpa")
         return self.proj[layer](o.transpose(1, 2).flatten(2))
 
@@ -92,7 +95,7 @@ def tokens(positions: mmpe.Positions, batch: int = 3) -> Tensor:
 
 
 def probe(enc: mmpe.PositionEncoding, positions: mmpe.Positions, batch: int = 2) -> list[Tensor]:
-    """All that an encoding does, applied to fixed float32 tensors: token term, q, k, v, o, bias and temperature."""
+    """All that an encoding does, applied to fixed float32 tensors: tokens, inputs, q, k, v, o, bias, temperature."""
     generator = torch.Generator().manual_seed(4)
     count = positions.num_tokens
     x = torch.randn(batch, count, DIM, generator=generator).to(positions.device)
@@ -100,7 +103,8 @@ def probe(enc: mmpe.PositionEncoding, positions: mmpe.Positions, batch: int = 2)
     found = []
     for layer in range(enc.depth):
         terms = enc(positions, x, layer=layer) if enc.content_dependent else enc(positions).layer(layer)
-        found += [enc.embed(x, positions, layer), *terms.queries_keys(q, k), terms.values(v), terms.outputs(v)]
+        found += [enc.embed(x, positions, layer), terms.inputs(x), *terms.queries_keys(q, k)]
+        found += [terms.values(v), terms.outputs(v)]
         for extra in (terms.bias(q, k), terms.temperature):
             found += [extra] if isinstance(extra, Tensor) else []
     return found

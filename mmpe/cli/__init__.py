@@ -14,7 +14,7 @@ from difflib import get_close_matches
 
 import mmpe
 
-from ._errors import describe_error, is_user_error
+from ._errors import describe_error, mistake_in
 
 # name -> (module of this package, one line of help), in the order in which `mmpe --help` lists them
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "predict": ("lightning", "write the predictions of a trained model"),
     "compare": ("compare", "train several encodings, evaluate each beyond its training size, write table and report"),
     "extrapolate": ("extrapolate", "evaluate a trained checkpoint beyond its training size"),
+    "evaluate": ("evaluate", "small experiments: what an encoding lets a transformer know (three-cell)"),
     "bench": ("bench", "time and memory of encodings, relative to none and to peers"),
     "plot": ("plot", "frequencies, attention, similarity and extrapolation curves as PNG or SVG"),
     "shards": ("shards", "write webdataset shards from a folder of images"),
@@ -87,9 +88,10 @@ def _guarded(name: str, rest: list[str]) -> int:
         print(f"mmpe {name}: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        if os.environ.get("MMPE_TRACEBACK") or not is_user_error(error):
+        mistake = mistake_in(error)
+        if mistake is None or os.environ.get("MMPE_TRACEBACK"):
             raise
-        print(f"mmpe {name}: {describe_error(error)}", file=sys.stderr)
+        print(f"mmpe {name}: {describe_error(mistake)}", file=sys.stderr)
         return USAGE_ERROR
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ._errors import UsageError
+
+if TYPE_CHECKING:
+    from mmpe.encoding import PositionEncoding
 
 
 class Parser(argparse.ArgumentParser):
@@ -60,6 +63,16 @@ class EncodingSpec:
         """The spec as one would type it."""
         shown = ",".join(f"{key}={_typed(value)}" for key, value in self.options.items())
         return f"{self.name}:{shown}" if shown else self.name
+
+    def build(self, dim: int, heads: int, size: Sequence[int], depth: int) -> PositionEncoding:
+        """The encoding for a grid of this size; a learned table gets its size unless options say otherwise."""
+        import mmpe
+
+        names = {option.name for part in self.name.split("+") for option in mmpe.describe(part.strip()).options}
+        options = dict(self.options)
+        if "grid_size" in names:
+            options.setdefault("grid_size", tuple(size))
+        return mmpe.create_encoding(self.name, dim, heads, len(size), depth, **options)
 
     def check(self, axes: int = 2) -> None:
         """Build it once without memory, so that a misspelt name or option is told before anything runs."""

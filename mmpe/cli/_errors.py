@@ -27,6 +27,14 @@ def is_user_error(error: BaseException) -> bool:
     return module.split(".")[0] == "mmpe" and _is_raise(frame.f_code.co_filename, line)
 
 
+def mistake_in(error: BaseException) -> BaseException | None:
+    """The user's mistake behind an error: itself, or what it was raised from, as configuration parsers do."""
+    found: BaseException | None = error
+    while found is not None and not is_user_error(found):
+        found = found.__cause__
+    return found
+
+
 def describe_error(error: BaseException) -> str:
     """The message on one line."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -24,9 +24,8 @@ Memory is the peak beyond inputs and weights. Peers are measured in the same blo
 def main(command: str, argv: list[str]) -> int:
     """Measure and print."""
     args = _parser(command).parse_args(argv)
-    axes = len(args.size)
+    candidates = _candidates(args, len(args.size))
     positions = mmpe.Positions.of_size(args.size, prefix=args.prefix)
-    candidates = _candidates(args, axes)
     from mmpe.evaluation.cost import measure
 
     tick: Callable[[int], object] = (lambda done: None) if args.json else _ticker(args.rounds, len(candidates))
@@ -76,10 +75,15 @@ def _candidates(args: object, axes: int) -> dict[str, PositionEncoding]:
     found: dict[str, PositionEncoding] = {}
     for text in ["none", *known_encodings(a["encodings"], axes)]:
         spec = EncodingSpec.parse(text)
-        if spec.label not in found:
-            found[spec.label] = mmpe.create_encoding(
-                spec.name, a["dim"], a["heads"], axes, a["depth"], **spec.options
-            )
+        if spec.label in found:
+            continue
+        try:
+            found[spec.label] = spec.build(a["dim"], a["heads"], a["size"], a["depth"])
+        except ValueError as error:
+            if text in a["encodings"]:
+                raise
+            # "all" and wildcards mean those that can be built at these sizes.
+            print(f"left out: {text}: {error}", file=sys.stderr)
     if not a["no_peers"]:
         from mmpe.evaluation.peers import installed_peers
 

@@ -103,7 +103,7 @@ def run_studies(studies: Sequence[Study], out: Path, workers: int) -> Outcome:
     outcome.skipped = len(done)
     if done:
         print(f"{len(done)} of {len(jobs)} runs are finished already in {out}", flush=True)
-    with Progress([job.name for job in todo], f"{len(todo)} runs") as progress:
+    with Progress([job.name for job in todo], "all runs") as progress:
         for event in run_all(perform, todo, workers):
             job = todo[event.index]
             if event.kind == "started":

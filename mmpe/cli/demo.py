@@ -31,7 +31,7 @@ DIGITS_NOTES = (
     "encoding; the trained grid is only four patches wide.",
 )
 PARTNER_NOTES = (
-    NOTES[0],
+    "The deviation is over training seeds on one set of evaluation grids.",
     "The rule is local and the same everywhere, so an encoding that generalises can answer at any size with raw "
     "positions. Scaled positions change the distance between neighbours and are expected to fail here.",
     "The task is made to expose direction and locality. It shows which encodings cannot answer and which fail on "

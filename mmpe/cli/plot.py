@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,12 +83,7 @@ def _encoding(args: argparse.Namespace) -> tuple[PositionEncoding, tuple[int, ..
     size = tuple(args.size or (14, 14))
     if len(size) > 3:
         raise UsageError(f"--size takes 1, 2 or 3 numbers, got {len(size)}")
-    spec = EncodingSpec.parse(args.encoding)
-    options = dict(spec.options)
-    # A learned table is as large as the grid that it was made for.
-    if "grid_size" in _options(spec.name) and "grid_size" not in options:
-        options["grid_size"] = size
-    return mmpe.create_encoding(spec.name, args.dim, args.heads, len(size), args.depth, **options).eval(), size
+    return EncodingSpec.parse(args.encoding).build(args.dim, args.heads, size, args.depth).eval(), size
 
 
 def _trained(checkpoint: str, size: list[int] | None) -> tuple[PositionEncoding, tuple[int, ...]]:
@@ -101,17 +97,13 @@ def _trained(checkpoint: str, size: list[int] | None) -> tuple[PositionEncoding,
     return network.encoding, tuple(size or trained)
 
 
-def _options(name: str) -> set[str]:
-    return {option.name for part in name.split("+") for option in mmpe.describe(part.strip()).options}
-
-
 def _frequencies(args: argparse.Namespace) -> Figure:
     from mmpe import plots
 
-    encoding, _ = _encoding(args)
-    values, axes = rotary_frequencies(encoding, args.layer)
+    encoding, size = _encoding(args)
+    values, axes = rotary_frequencies(encoding, size, args.layer), AXIS_NAMES[len(size)]
     title = f"{plots.name_of(encoding)}, block {args.layer}" if values.dim() == 3 else plots.name_of(encoding)
-    if len(axes) != 2 or values.shape[-2] != 2:
+    if len(axes) != 2:
         return plots.frequencies(values, axes, title=title)
     figure, (left, right) = plots.new_figure(2, width=5.2, height=4.0)
     plots.frequencies(values, axes, title=title, ax=left)
@@ -119,25 +111,24 @@ def _frequencies(args: argparse.Namespace) -> Figure:
     return figure
 
 
-def rotary_frequencies(encoding: PositionEncoding, layer: int = 0) -> tuple[torch.Tensor, tuple[str, ...]]:
-    """Frequencies (A, F) or (H, A, F) of one block in the order of the axes, and the names of the axes.
+def rotary_frequencies(encoding: PositionEncoding, size: tuple[int, ...], layer: int = 0) -> torch.Tensor:
+    """How far each plane of a block turns in one step along each axis of a grid: (A, F), or (H, A, F).
 
     Raises:
-        UsageError: for an encoding without rotary frequencies.
+        UsageError: for an encoding without rotary planes.
     """
     parts = [part for part in encoding.modules() if isinstance(part, RotaryEncoding)]
     if not parts:
-        rotary = ", ".join(mmpe.list_encodings(kind="rotary"))
-        raise UsageError(f"this encoding has no rotary frequencies; encodings that have: {rotary}")
-    part = parts[0]
-    part.check_layer(layer)
-    values = part.frequencies().detach()
-    if values.dim() == 4:
-        values = values[layer]
-    names = AXIS_NAMES[part.axes]
-    if getattr(part, "grid_indexing", "ij") == "xy":
-        values = values.flip(-2)
-    return values, names if values.shape[-2] == len(names) else ("n",)
+        rotary = ", ".join(mmpe.list_encodings(kind="rotary", axes=len(size)))
+        raise UsageError(f"this encoding has no rotary planes; encodings that have: {rotary}")
+    encoding.check_layer(layer)
+    size = tuple(max(2, n) for n in size)
+    with torch.no_grad():
+        theta = parts[0].angles(mmpe.Positions.of_size(size))  # (N, F), (H, N, F) or (L, H, N, F)
+    if theta.dim() == 4:
+        theta = theta[min(layer, len(theta) - 1)]
+    steps = [math.prod(size[a + 1 :]) for a in range(len(size))]  # index of the token one step along each axis
+    return theta[..., steps, :] - theta[..., :1, :]
 
 
 def _attention(args: argparse.Namespace) -> Figure:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from ._errors import describe_error, is_user_error
+from ._errors import describe_error, mistake_in
 from ._text import shorten
 
 Emit = Callable[[int, int], None]
@@ -140,8 +140,9 @@ def _perform(pipe: Connection, work: Work, payload: Any, index: int) -> Event:
     except KeyboardInterrupt:
         return Event("failed", index, message="interrupted")
     except (Exception, SystemExit) as error:  # noqa: BLE001  the parent reports it, and other runs go on
-        message = f"{type(error).__name__}: {describe_error(error)}"
-        trace = f"{message}\n" if is_user_error(error) else traceback.format_exc()
+        mistake = mistake_in(error)
+        message = f"{type(error).__name__}: {describe_error(error)}" if mistake is None else describe_error(mistake)
+        trace = traceback.format_exc() if mistake is None else f"{message}\n"
         return Event("failed", index, message=shorten(message, 300), trace=trace)
 
 

@@ -96,15 +96,19 @@ class LearnedAPE(PositionEncoding):
     def embed(self, x: Tensor, positions: Positions, layer: int = 0) -> Tensor:
         if layer != 0:
             return x
+        self.check_input(x, positions)
+        x = x + self._rows(positions).to(x.dtype)
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+    def check_input(self, x: Tensor, positions: Positions) -> None:
+        """Refuse tokens that the positions do not fit, and fewer prefix tokens than there are rows for."""
         self.check_positions(positions)
         _check_length(x, positions, self.name)
         if self.prefix > positions.prefix:
             raise ValueError(
-                f"ape_learned has rows for {self.prefix} prefix tokens, the positions have {positions.prefix}; "
+                f"{self.name} has rows for {self.prefix} prefix tokens, the positions have {positions.prefix}; "
                 f"pass prefix={self.prefix} to Positions, or build the encoding with prefix={positions.prefix}"
             )
-        x = x + self._rows(positions).to(x.dtype)
-        return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
     def _rows(self, positions: Positions) -> Tensor:
         """What is added to every token, prefix tokens included: (1 or B, prefix + N, C)."""

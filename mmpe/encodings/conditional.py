@@ -35,6 +35,7 @@ class CPE(PositionEncoding):
 
     kind = "token"
     needs_grid = True
+    embeds_content = True
     terms = ("embed",)
     equation = "x <- x + DWConv(x) on the grid of tokens, zero padding"
     source = "Chu et al., CPVT, arXiv 2102.10882; code as Twins, arXiv 2104.13840"

@@ -73,7 +73,7 @@ def _one_axis(p: Tensor, kind: CoordinateKind, size: float, divisor: float, offs
 class CoordinateAugmentation:
     """Random shift, jitter and rescaling of all coordinates of one call, for training (DINOv3, arXiv 2508.10104).
 
-    Each draw is shared by the whole batch; an option that is None draws nothing.
+    An option that is None draws nothing.
 
     Attributes:
         shift: adds U(-s, s) to each axis, in units of the coordinates.
@@ -91,19 +91,24 @@ class CoordinateAugmentation:
             if value is not None and not (math.isfinite(value) and value >= least):
                 raise ValueError(f"{name}_coords must be None or a finite number of at least {least:g}, got {value}")
 
-    def __call__(self, coords: Tensor) -> Tensor:
-        """Augmented coords (..., N, A); the order of the draws is that of DINOv3 and timm."""
-        axes = coords.shape[-1]
+    def __call__(self, coords: Tensor, batch: int | None = None) -> Tensor:
+        """Augmented coords (..., N, A); the order of the draws is that of DINOv3 and timm.
+
+        Args:
+            coords: (N, A) or (B, N, A).
+            batch: draw once for each of so many samples; None shares each draw by the whole batch.
+        """
+        axes, sets = coords.shape[-1], () if batch is None else (batch, 1)
         if self.shift is not None:
-            coords = coords + coords.new_empty(axes).uniform_(-self.shift, self.shift)
+            coords = coords + coords.new_empty(*sets, axes).uniform_(-self.shift, self.shift)
         if self.jitter is not None:
-            coords = coords * _log_uniform(coords, axes, self.jitter)
+            coords = coords * _log_uniform(coords, (*sets, axes), self.jitter)
         if self.rescale is not None:
-            coords = coords * _log_uniform(coords, 1, self.rescale)
+            coords = coords * _log_uniform(coords, (*sets, 1), self.rescale)
         return coords
 
 
-def _log_uniform(like: Tensor, size: int, factor: float) -> Tensor:
+def _log_uniform(like: Tensor, size: tuple[int, ...], factor: float) -> Tensor:
     limit = math.log(factor)
     return like.new_empty(size).uniform_(-limit, limit).exp()
 

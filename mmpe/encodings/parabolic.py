@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..encoding import AttentionTerms, FloatModule, PositionEncoding
 from ..positions import Positions
+from ..precision import full_precision
 from ..registry import register_encoding
 
 # The part of a logit that all keys share may exceed float16's 65504; a power of two moves it to the key without error.
@@ -111,14 +110,14 @@ class Parabolas(nn.Module):
         """A_i = sum_m a_i[m] w_m w_m' (B, H, N, A, A) and beta_i = sum_m b_i[m] w_m (B, H, N, A)."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         weight_a, weight_b = self.ab.weight.chunk(2)  # (H M, C) each
-        with _no_autocast(x.device):
+        with full_precision(x):
             w = self.position.weight.to(dtype).unflatten(0, (self.heads, -1))  # (H, M, A)
             outer = (w[..., :, None] * w[..., None, :]).flatten(-2)  # (H, M, A A)
             # b enters through sum_m b[m] w_m alone: project x by W w and never make the M numbers b.
             to_beta = w.transpose(1, 2) @ weight_b.to(dtype).unflatten(0, (self.heads, -1))  # (H, A, C)
         a = F.softplus(F.linear(x, weight_a.to(x.dtype)))
         beta = F.linear(x, to_beta.flatten(0, 1).to(x.dtype))
-        with _no_autocast(x.device):
+        with full_precision(x):
             a_matrix = _to_heads(a.to(dtype), self.heads) @ outer
         return a_matrix.unflatten(-1, (self.axes, self.axes)), _to_heads(beta.to(dtype), self.heads)
 
@@ -151,11 +150,6 @@ class IsotropicParabola(FloatModule):
         dtype = torch.promote_types(x.dtype, torch.float32)
         a = F.softplus(F.linear(x, self.a.weight.to(x.dtype))).to(dtype)
         return _to_heads(a, self.heads) * self.position_scales.to(dtype).square()
-
-
-def _no_autocast(device: torch.device) -> AbstractContextManager[object]:
-    known = torch.amp.is_autocast_available(device.type)  # not so for the meta device
-    return torch.autocast(device.type, enabled=False) if known else nullcontext()
 
 
 def _to_heads(x: Tensor, heads: int) -> Tensor:

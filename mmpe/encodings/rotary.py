@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -64,8 +64,8 @@ class RotaryEncoding(PositionEncoding):
     """
 
     kind = "rotary"
-    terms = ("queries_keys",)
-    promises = ("translation_invariant", "isometric")
+    terms: ClassVar[tuple[str, ...]] = ("queries_keys",)
+    promises: ClassVar[tuple[str, ...]] = ("translation_invariant", "isometric")
     parity = "official"
     cost = "one rotation of q and k; the table is built once per forward"
     half_pairing: bool = False  # not "half", the name of a method of every module

@@ -57,25 +57,31 @@ class Block(nn.Module):
     Args:
         dim: model width C.
         heads: number of heads H.
+        qkv_heads: heads that q, k and v are projected to; H by default.
+        output_heads: heads that attention returns; H by default.
     """
 
-    def __init__(self, dim: int, heads: int) -> None:
+    def __init__(self, dim: int, heads: int, qkv_heads: int | None = None, output_heads: int | None = None) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, head_dim = qkv_heads or heads, dim // heads
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.qkv = nn.Linear(dim, 3 * self.heads * head_dim)
+        self.proj = nn.Linear((output_heads or heads) * head_dim, dim)
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
     def forward(self, x: Tensor, terms_of: Callable[[Tensor], AttentionTerms]) -> Tensor:
         """Tokens x (B, N, C) -> (B, N, C)."""
         h = self.norm1(x)
-        q, k, v = self.qkv(h).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # (B, H, N, D)
-        x = x + self.proj(attend(q, k, v, terms_of(h)).transpose(1, 2).flatten(2))
+        terms = terms_of(h)
+        qkv = self.qkv(terms.inputs(h)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (B, H, N, D)
+        x = x + self.proj(attend(q, k, v, terms).transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
 
 
 def run_blocks(blocks: nn.ModuleList, encoding: PositionEncoding, x: Tensor, positions: Positions) -> Tensor:
     """All blocks with an encoding, as a backbone calls it."""
+    positions = encoding.place(positions, x.shape[0])
     shared = None if encoding.content_dependent else encoding(positions)
     for i, block in enumerate(blocks):
         x = encoding.embed(x, positions, layer=i)
@@ -128,9 +134,13 @@ def _calls(
     first = encodings[BASELINE]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(batch, positions.num_tokens, first.dim, generator=generator).to(device).requires_grad_(backward)
-    blocks = nn.ModuleList(Block(first.dim, first.heads) for _ in range(first.depth)).to(device)
+    heads = {(e.qkv_heads, e.output_heads) for e in encodings.values()}
+    blocks_for = {
+        h: nn.ModuleList(Block(first.dim, first.heads, *h) for _ in range(first.depth)).to(device) for h in heads
+    }
 
     def call(encoding: PositionEncoding) -> object:
+        blocks = blocks_for[encoding.qkv_heads, encoding.output_heads]
         if not backward:
             with torch.no_grad():
                 return run_blocks(blocks, encoding, x, positions)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..encoding import AttentionTerms, PositionEncoding
 from ..positions import Positions
-from ..registry import create_encoding, encoding_class, option_names
+from ..registry import create_encoding_for
 
 
 class BlockTerms:
@@ -55,10 +55,8 @@ def create_for_grid(
         prefix: number of tokens without a position.
         options: options of the encoding; they win over what the backbone offers.
     """
-    offered = {"grid_size": tuple(grid), "prefix": prefix}
-    wanted = {option for part in name.split("+") for option in option_names(encoding_class(part.strip()))}
-    defaults = {key: value for key, value in offered.items() if key in wanted}
-    return create_encoding(name, dim, heads, axes=len(grid), depth=depth, **(defaults | dict(options or {})))
+    offers = {"grid_size": tuple(grid), "prefix": prefix}
+    return create_encoding_for(name, dim, heads, len(grid), depth, offers, options)
 
 
 def drop_patches(x: Tensor, positions: Positions, rate: float, ordered: bool = False) -> tuple[Tensor, Positions]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
@@ -96,17 +97,17 @@ def forward_intermediates(
     return found if final is None else (final, found)
 
 
-def _map_size(model: TokenModel, x: Tensor, positions: Positions) -> tuple[int, int]:
-    height, width = model.patch_embed.dynamic_feat_size((x.shape[2], x.shape[3]))  # type: ignore[attr-defined]
-    if height * width != positions.coords.shape[-2]:
+def _map_size(model: TokenModel, x: Tensor, positions: Positions) -> tuple[int, ...]:
+    grid = model.patch_embed.dynamic_feat_size(tuple(x.shape[2:]))  # type: ignore[attr-defined]
+    if math.prod(grid) != positions.coords.shape[-2]:
         raise ValueError("patches were dropped, so features form no map; ask for output_fmt='NLC' or model.eval()")
-    return height, width
+    return grid
 
 
-def _as_map(tokens: Tensor, grid: tuple[int, int] | None) -> Tensor:
+def _as_map(tokens: Tensor, grid: tuple[int, ...] | None) -> Tensor:
     if grid is None:
         return tokens
-    return tokens.transpose(1, 2).unflatten(2, grid).contiguous()  # (B, C, H', W')
+    return tokens.transpose(1, 2).unflatten(2, grid).contiguous()  # (B, C, H', W'), with clips (B, C, T', H', W')
 
 
 def _as_dict(features: list[Tensor], prefixes: list[Tensor] | None, final: Tensor | None) -> dict[str, Any]:

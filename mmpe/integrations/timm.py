@@ -115,6 +115,8 @@ def _fitting(model: Any, encoding: str | PositionEncoding, options: dict[str, An
     if (encoding.dim, encoding.heads, encoding.axes) != (width, heads, 2) or encoding.depth < depth:
         needed = f"dim={width}, heads={heads}, axes=2, depth={depth}"
         raise ValueError(f"the encoding is {encoding}; this model needs {needed}")
+    if (encoding.qkv_heads, encoding.output_heads) != (heads, heads):
+        raise ValueError(f"{encoding.name} changes the number of heads, which the projections of this model do not fit")
     if model.patch_drop is not None and not isinstance(model.patch_drop, nn.Identity) and encoding.needs_grid:
         raise ValueError(f"patch dropout leaves no full grid, which {encoding.name} needs")
     return encoding
@@ -140,6 +142,8 @@ class TimmRope(nn.Module):
         super().__init__()
         if not isinstance(encoding, RotaryEncoding):
             raise ValueError(f"timm's rotary modules rotate q and k; {encoding.name!r} is no rotary encoding")
+        if encoding.terms != ("queries_keys",) or encoding.output_heads != encoding.heads:
+            raise ValueError(f"timm's rotary modules rotate q and k and no more; {encoding.name!r} does more than that")
         self.encoding = encoding
         self.feat_shape = None if feat_shape is None else list(feat_shape)
         self.dim, self.num_heads, self.depth = encoding.head_dim, encoding.heads, encoding.depth

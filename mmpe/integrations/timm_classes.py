@@ -46,10 +46,12 @@ class _EncodedAttention:
         layer: Any = self
         if not isinstance(attn_mask, _Carrier):
             return super().forward(x, *args, attn_mask=attn_mask, is_causal=is_causal, **kwargs)  # type: ignore[misc]
+        terms = attn_mask.of(x)
+        x = terms.inputs(x)
         q, k, v = _queries_keys_values(layer, x)
         q, k = layer.q_norm(q).to(v.dtype), layer.k_norm(k).to(v.dtype)
         dropout = layer.attn_drop.p if layer.training else 0.0
-        o = attend(q, k, v, attn_mask.of(x), attn_mask.mask, dropout=dropout, causal=is_causal)
+        o = attend(q, k, v, terms, attn_mask.mask, dropout=dropout, causal=is_causal)
         o = layer.norm(o.transpose(1, 2).flatten(2))  # (B, N, H * D)
         gate = getattr(layer, "gate", None)
         o = o if gate is None else o * gate(x).sigmoid()
@@ -95,6 +97,7 @@ class _EncodedModel:
         x = model.patch_embed(x)
         x = x.flatten(1, 2) if x.dim() == 4 else x  # (B, N, C)
         positions = positions or Positions.grid(*grid, prefix=model.num_prefix_tokens, device=x.device)
+        positions = self.encoding.place(positions, x.shape[0])
         tokens = [model.cls_token, model.reg_token]
         x = torch.cat([*(t.expand(x.shape[0], -1, -1) for t in tokens if t is not None), x], dim=1)
         x = model.pos_drop(self.encoding.embed(x, positions, layer=0))
