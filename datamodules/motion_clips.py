@@ -181,8 +181,8 @@ class MotionClips(VideoData):
         eval_frames: frames of the clips in validation; `frames` when not given.
         eval_clips: clips of each video in validation, evenly spread.
         image_size: side of the training clips, in pixels.
-        eval_sizes: sides of the validation clips; one validation loader each, named "32px", ...; `image_size` alone when
-            not given.
+        eval_sizes: sides of the validation clips; one validation loader each, named "32px", ...; `image_size` alone
+            when not given.
         batch_size: training clips of one process in a step.
         eval_batch_size: videos of one process in a validation step; `batch_size` when not given.
         num_workers: worker processes that decode; 0 does so in the training process.

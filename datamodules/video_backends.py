@@ -139,6 +139,7 @@ class Backend(ABC):
     def read(self, numbers: Sequence[int]) -> Iterator[np.ndarray]:
         """The pictures (H, W, 3) uint8 of these numbers, which rise strictly."""
 
+    @abstractmethod
     def close(self) -> None:
         """Release the file."""
 
@@ -159,6 +160,7 @@ class PyAV(Backend):
         self._stream: Any = None
         self._source: Iterator[Any] = iter(())
         self._next = 0  # number of the picture that the source gives next
+        self._colours = av.video.reformatter.VideoReformatter()  # one for all pictures, for the sake of speed
 
     def read(self, numbers: Sequence[int]) -> Iterator[np.ndarray]:
         for number in numbers:
@@ -222,7 +224,7 @@ class PyAV(Backend):
         pictures = self.pictures
         if frame.is_corrupt:
             raise VideoError(f"picture {number} of {pictures.path} is damaged")
-        image = pictures.orientation.apply(frame.to_ndarray(format="rgb24"))
+        image = pictures.orientation.apply(self._colours.reformat(frame, format="rgb24").to_ndarray())
         return checked_size(image, pictures, number)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """What the packets of a video file say about its pictures, and which decoder can be trusted with them.
 
-Jumping to a picture is right only if decoding can start there. The rules below come from clips whose pictures carry
-their number, read at random, for every codec and container that PyAV can write (tests/datamodules/test_video_reader.py).
+Jumping to a picture is right only if decoding can start there. The rules below come from reading clips whose pictures
+carry their number, at random, in the codecs and containers that PyAV can write: tests/datamodules/test_video_reader.py.
 """
 
 from __future__ import annotations

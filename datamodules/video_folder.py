@@ -17,9 +17,8 @@ from .loading import EvalLoader, ResumableLoader, check_counts
 from .video_reader import VideoBackend, VideoError, VideoReader
 from .video_transforms import VideoTransforms
 
-VIDEO_SUFFIXES = frozenset(
-    ".mp4 .m4v .mov .avi .mkv .webm .mpg .mpeg .m1v .m2v .vob .ts .mts .m2ts .wmv .asf .flv .f4v .3gp .3g2 .ogv .rm .gif".split()
-)
+_SUFFIXES = "3g2 3gp asf avi f4v flv gif m1v m2ts m2v m4v mkv mov mp4 mpeg mpg mts ogv rm ts vob webm wmv"
+VIDEO_SUFFIXES = frozenset(f".{suffix}" for suffix in _SUFFIXES.split())
 DEFAULT_TRANSFORMS = VideoTransforms()
 
 

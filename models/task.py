@@ -16,6 +16,8 @@ from torchmetrics.classification import MulticlassAccuracy
 from . import strategies  # noqa: F401  (makes "fsdp2" known to the Trainer)
 from .callbacks import AtomicCheckpointIO, StepSeed
 from .optim import build_optimizer, check_optimizer, optimizer_config
+from .vit import VisionTransformer
+from .vit_checkpoints import mismatch
 
 IGNORED = -1  # label of an example that no metric counts
 POSITION_RULES = {"raw", "scaled"}
@@ -75,6 +77,12 @@ class Task(pl.LightningModule, ABC):
                     f"the checkpoint was made with {name}={saved[name]!r}, this model has {name}={own.get(name)!r}; "
                     f"set model.{name} to {saved[name]!r}, or start from its weights with model.init_from"
                 )
+        network, prefix = getattr(self, self.network_name), f"{self.network_name}."
+        if isinstance(network, VisionTransformer) and self.strict_loading:
+            weights = checkpoint["state_dict"]
+            problem = mismatch(network, {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)})
+            if problem is not None:
+                raise ValueError(problem)
 
     def on_validation_epoch_start(self) -> None:
         loaders = len(self.trainer.num_test_batches if self.trainer.testing else self.trainer.num_val_batches)

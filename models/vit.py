@@ -1,4 +1,4 @@
-"""Vision transformer on timm's building blocks, with any position encoding of mmpe, for images and clips of any size."""
+"""Vision transformer on timm's building blocks, with any position encoding of mmpe, for images and clips."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class VisionTransformer(nn.Module, PyTorchModelHubMixin, library_name="mmpe", ta
         encoding: name of a position encoding (`mmpe.list_encodings(axes=2)`) or a sum such as "ape_learned+rope_mixed".
         encoding_options: options of the encoding (`mmpe.describe(name)`).
         position_scaling: "raw" counts patches; "scaled" stretches the positions of every image to the trained grid.
-        trained_grid: (rows, columns) that "scaled" stretches to, (time, rows, columns) with clips; by default the grid of
-            img_size and num_frames.
+        trained_grid: (rows, columns) that "scaled" stretches to, (time, rows, columns) with clips; by default the grid
+            of img_size and num_frames.
         num_frames: frames of the training clips, which makes it a model of clips (B, in_chans, T, H, W) of any length,
             with an encoding over time, rows and columns; None for images.
         tubelet_size: frames of a token of clips.

@@ -447,6 +447,22 @@ def test_a_trained_checkpoint_is_evaluated_with_the_config_beside_it(comparison,
     assert Path("curves/extrapolation.html").is_file()
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("encoding", "rope_mixed", "made with encoding='rope_axial', this model has encoding='rope_mixed'"),
+        ("backbone_options.depth", "2", "the checkpoint has 3 blocks, this model depth=2"),
+    ],
+)
+def test_a_checkpoint_does_not_overrule_what_was_typed(comparison, capfd, monkeypatch, option, value, message):
+    folder, _ = comparison
+    monkeypatch.chdir(folder)
+    [checkpoint] = folder.glob("out/digits/rope_axial*/**/last.ckpt")
+    typed = ["--model.encoding", "rope_axial", f"--model.{option}", value, "--ckpt_path", str(checkpoint)]
+    assert main(["validate", "--config", "vit/digits.yaml", *typed]) == 2
+    assert message in capfd.readouterr().err.splitlines()[-1]
+
+
 def test_the_encoding_of_a_checkpoint_is_drawn(comparison, capsys, monkeypatch):
     folder, _ = comparison
     monkeypatch.chdir(folder)

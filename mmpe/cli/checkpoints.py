@@ -34,10 +34,15 @@ def find_checkpoint(path: str) -> Path:
             raise UsageError(f"no last.ckpt in {given}")
         return found[-1]
     if not given.exists():
-        near = sorted(given.parent.glob("*.ckpt")) if given.parent.is_dir() else []
-        hint = f"there are {', '.join(p.name for p in near)}" if near else "that folder has no checkpoints"
-        raise UsageError(f"no checkpoint {given}; {hint}")
+        raise UsageError(f"no checkpoint {given}; {_nearby(given.parent)}")
     return given
+
+
+def _nearby(folder: Path) -> str:
+    if not folder.is_dir():
+        return f"there is no folder {folder}"
+    near = sorted(folder.glob("*.ckpt")) or sorted(folder.glob("*/checkpoints/*.ckpt"))  # where mmpe fit writes them
+    return f"there are {', '.join(map(str, near))}" if near else f"{folder} has none"
 
 
 def find_config(checkpoint: Path) -> Path:

@@ -51,6 +51,12 @@ def checkpoint_folders(trainer: pl.Trainer) -> list[Path]:
     return [Path(folder) for folder in dict.fromkeys(folders) if folder and "://" not in str(folder)]
 
 
+def last_checkpoints(trainer: pl.Trainer) -> list[str]:
+    """The last checkpoint of each callback that wrote one, relative to the working folder where it is below it."""
+    paths = [getattr(callback, "last_model_path", "") for callback in trainer.checkpoint_callbacks]
+    return [path.removeprefix(f"{Path.cwd()}/") for path in paths if path]
+
+
 class Cli(LightningCLI):
     """LightningCLI whose configs are found among the shipped ones too, and whose runs can be repeated from one file."""
 
@@ -110,6 +116,9 @@ def main(command: str, argv: list[str]) -> int:
     cli = Cli([command, *argv])
     if command == "predict":
         print(write_predictions(cli))
+    if command == "fit" and cli.trainer.is_global_zero:
+        for path in last_checkpoints(cli.trainer):
+            print(f"wrote {path}")
     return 0
 
 

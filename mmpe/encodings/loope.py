@@ -153,14 +153,15 @@ def _gilbert_rank(
         device: where the tensor is made.
         levels: number of descents; None goes on until all cells are done, which waits for the device.
     """
-    cells = torch.arange(height * width, device=device)
-    row, column = torch.div(cells, width, rounding_mode="floor"), cells % width
-    along = torch.full_like(cells, width) >= height  # elementwise, so that a graph of any size knows both cases
+    # By broadcasting: ONNX has no division by a size that is not known yet.
+    row, column = (x.flatten() for x in torch.meshgrid(
+        torch.arange(height, device=device), torch.arange(width, device=device), indexing="ij"))  # fmt: skip
+    along = torch.full_like(row, width) >= height  # elementwise, so that a graph of any size knows both cases
     u, v = torch.where(along, column, row), torch.where(along, row, column)
     a = torch.where(along, width, height)
     b = torch.where(along, height, width)
     forth_a, forth_b = torch.ones_like(along), torch.ones_like(along)
-    rank = torch.zeros_like(cells)
+    rank = torch.zeros_like(row)
     while levels is None or levels > 0:
         line = (a == 1) | (b == 1)
         rank = rank + torch.where(line, u + v, 0)
@@ -192,6 +193,6 @@ def _descend(a: Tensor, b: Tensor, u: Tensor, v: Tensor, forth_a: Tensor, forth_
     new_b = torch.where(enter, half_a, torch.where(across, b - half_b, torch.where(leave, a - half_a, b)))
     new_u = torch.where(second, u - half_a, torch.where(enter, v, torch.where(leave, half_b - 1 - v, u)))
     new_v = torch.where(across, v - half_b, torch.where(enter, u, torch.where(leave, a - 1 - u, v)))
-    new_forth_a = torch.where(turned, forth_b ^ leave, forth_a)
-    new_forth_b = torch.where(turned, forth_a ^ leave, forth_b)
+    new_forth_a = (turned & (forth_b ^ leave)) | (~turned & forth_a)  # ONNX runtimes choose between numbers only
+    new_forth_b = (turned & (forth_a ^ leave)) | (~turned & forth_b)
     return before, new_a, new_b, new_u, new_v, new_forth_a, new_forth_b

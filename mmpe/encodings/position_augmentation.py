@@ -239,7 +239,7 @@ class RandomizedPositions(PositionWrapper):
 
     kind = "rotary"
     terms = ("queries_keys",)
-    equation = "in training p_a = sort(choice(L, n_a)) on each axis a, after it p_a or p_a (L - 1) / (n_a - 1);  L = max_size"
+    equation = "in training p_a = sort(choice(max_size, n_a)) on each axis a, after it p_a (or spread over the range)"
     source = "RPE-2D, arXiv 2503.18719; in one axis: Ruoss et al., Randomized Positional Encodings, arXiv 2305.16843"
     cost = "that of the encoding inside; per_sample makes one table for each sample"
 

@@ -77,7 +77,7 @@ def test_rendering_is_repeatable_resumable_and_complete(tmp_path):
     assert render(tmp_path / "two", scenes) == 1
     assert lost.read_bytes() == whole
     assert kept.stat().st_mtime_ns == before
-    assert not [path for path in tmp_path.rglob(".*")]
+    assert not list(tmp_path.rglob(".*"))
 
 
 def test_a_stopped_encoding_leaves_no_file(tmp_path, monkeypatch):

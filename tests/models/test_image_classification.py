@@ -339,6 +339,7 @@ def test_every_shipped_recipe_says_its_command_and_builds_what_it_trains(path):
     size = data.get("image_size", data.get("grid_size"))
     if isinstance(model, ImageClassification):
         assert model.backbone.patch_embed.img_size == (size, size)
-        images = torch.randn(2, model.backbone.in_chans, size, size)
+        frames = () if model.backbone.num_frames is None else (model.backbone.num_frames,)
+        images = torch.randn(2, model.backbone.in_chans, *frames, size, size)
         targets = model._augmented(images, torch.tensor([1, 2]))[1]
         assert model._loss(model.backbone(images), targets).isfinite()

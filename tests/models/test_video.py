@@ -195,7 +195,7 @@ def test_initialisation_covers_the_stem(mode):
     assert not torch.equal(model.patch_embed.proj.weight, before)
     if mode == "jax":
         assert model.patch_embed.proj.bias.abs().max() == 0
-        assert before.std() == pytest.approx((3 * 2 * 8 * 8) ** -0.5, rel=0.1)
+        assert before.std().item() == pytest.approx((3 * 2 * 8 * 8) ** -0.5, rel=0.1)
 
 
 BACKBONE = {k: v for k, v in CLIPS.items() if k != "num_classes"}
