@@ -21,9 +21,10 @@ def main(command: str, argv: list[str]) -> int:
         name, target = args.copy
         print(copy(name, target, force=args.force))
         return 0
+    width = max(map(len, shipped()), default=0)
     for name in shipped():
         path = root() / name
-        print(path if args.path else f"{name:<36}{_title(path)}".rstrip())
+        print(path if args.path else f"{name:<{width}}  {_title(path)}".rstrip())
     return 0
 
 

@@ -113,6 +113,8 @@ def _subcommand_parsers() -> dict[str, dict[str, str]]:
 def main(command: str, argv: list[str]) -> int:
     """Run one of Lightning's four subcommands; `argv` are its arguments."""
     check_checkpoint(argv)
+    # Lightning asks torch in a way that torch calls old; a user can do nothing about it.
+    warnings.filterwarnings("ignore", message=".*treespec, LeafSpec")
     cli = Cli([command, *argv])
     if command == "predict":
         print(write_predictions(cli))

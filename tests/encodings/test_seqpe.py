@@ -198,3 +198,12 @@ def test_sums_and_wrappers_hand_the_losses_on():
 def test_wrong_options(options, message):
     with pytest.raises(ValueError, match=message):
         mmpe.create_encoding("seqpe", 24, 3, **options)
+
+
+def test_tasks_add_the_losses():
+    from mmpe.models import GridLabelling
+
+    options = {"pe_dim": 24, "grid_size": 4}
+    task = GridLabelling("seqpe", options, dim=24, num_heads=3, grid=(4, 4))
+    assert float(task.with_own_losses(torch.tensor(1.0)).detach()) > 1.1
+    assert GridLabelling("rope_axial", dim=24, num_heads=3).with_own_losses(torch.tensor(1.0)) == 1.0
