@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -89,7 +90,7 @@ class SizedData(pl.LightningDataModule):
 
 def sizes_of_scales(image_size: int, scales: Sequence[float]) -> tuple[list[int], list[str]]:
     """Image sizes and names, such as [16, 24] and ["1x", "1.5x"], of multiples of a size."""
-    if not scales or any(scale <= 0 for scale in scales):
+    if not scales or not all(0 < scale < math.inf for scale in scales):
         raise ValueError(f"scales={list(scales)} must be one or more positive multiples of the training size")
     if len(set(scales)) < len(scales):
         raise ValueError(f"scales={list(scales)} names a size twice")

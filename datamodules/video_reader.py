@@ -30,8 +30,8 @@ class VideoReader:
     all others with PyAV, which jumps only to where decoding can start. Files without a trustworthy index (AVI, MPEG-1
     and 2, MS-MPEG4, GIF, ...) are decoded once from the start. Frames are turned as the file asks to show them.
 
-    A file that lacks frames which its index names is refused. Damage inside a frame is an error where the decoder reports
-    it: PyAV does for H.264 and MPEG-4, while HEVC and VP9 decoders, and decord always, fill the damaged part as they can.
+    A file that lacks frames which its index names is refused. Damage inside a frame is an error where the decoder
+    reports it: PyAV does for H.264 and MPEG-4. Decoders of HEVC and VP9, and decord always, fill what is damaged.
 
     Args:
         path: the video file.

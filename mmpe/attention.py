@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .encoding import AttentionTerms
+from .encoding import AttentionTerms, iterate_terms
 
 
 def attend(
@@ -52,6 +52,7 @@ def attend(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if terms is None:
         return _sdpa(q, k, v, None, mask, dropout, causal, scale)
+    _check_tokens(q, k, terms)
     dtype, score_mod = q.dtype, None
     q, k = terms.queries_keys(q, k)
     q, scale = _apply_temperature(q, scale, terms.temperature)
@@ -76,6 +77,31 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} must agree in heads and length")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"the {q.shape[1]} query heads must be a multiple of the {k.shape[1]} key heads")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} must agree in the head dim")
+    if not q.is_floating_point():
+        raise TypeError(f"q, k, v must be floating-point, got {q.dtype}")
+
+
+def _check_tokens(q: Tensor, k: Tensor, terms: AttentionTerms) -> None:
+    """Every part says how many tokens it is for; a wrong number could broadcast, or index out of a table on a GPU."""
+    for part in iterate_terms(terms):
+        if part.tokens is not None and (q.shape[-2] != part.tokens or k.shape[-2] != part.tokens):
+            raise ValueError(
+                f"the positions hold {part.tokens} tokens, q has {q.shape[-2]} and k {k.shape[-2]}; "
+                "prefix tokens (cls, registers) count: say Positions(..., prefix=...)"
+            )
+
+
+def _check_bias(bias: Tensor, q: Tensor, k: Tensor) -> None:
+    """A bias may be the same for samples, heads or queries; one that is the same for all keys is a mistake."""
+    full = (q.shape[0] if k.shape[0] == 1 else k.shape[0], q.shape[1], q.shape[-2], k.shape[-2])
+    sizes = (1,) * (4 - bias.dim()) + tuple(bias.shape)
+    if len(sizes) != 4 or sizes[3] != full[3] or any(size not in (1, n) for size, n in zip(sizes, full, strict=True)):
+        raise ValueError(
+            f"the positional bias is {tuple(bias.shape)}, the logits are {full}: positions, encoding and q, k "
+            "must agree in batch, heads and tokens (prefix tokens count)"
+        )
 
 
 def _apply_temperature(q: Tensor, scale: float, temperature: Tensor | float | None) -> tuple[Tensor, float]:
@@ -182,6 +208,7 @@ def _merge_masks(bias: Tensor | None, mask: Tensor | None, causal: bool, q: Tens
         mask = visible if mask is None else _hide(mask, visible)
     if bias is None:
         return mask if mask is None or mask.dtype == torch.bool else mask.to(q.dtype)
+    _check_bias(bias, q, k)
     bias = bias.to(q.dtype)
     if mask is None:
         return bias.expand(-1, -1, q.shape[-2], k.shape[-2]) if bias.dim() == 4 else bias

@@ -26,6 +26,9 @@ class AttentionTerms:
     temperature: Tensor | float | None = None
     """Factor on the scaled logits, a number or a tensor that broadcasts to (B, H, N, 1); None is 1."""
 
+    tokens: int | None = None
+    """Number of queries and of keys, prefix included, that the terms are made for; None leaves it to the tensors."""
+
     needs_weights: bool = False
     """Whether `from_weights` acts; it makes `attend` compute the softmax explicitly, so only where there is no way
     around it."""
@@ -80,6 +83,11 @@ class ComposedTerms(AttentionTerms):
             if part.temperature is not None:
                 product = part.temperature if product is None else product * part.temperature
         return product
+
+    @property
+    def tokens(self) -> int | None:  # type: ignore[override]
+        """The number that a part is made for; `attend` finds out where parts disagree."""
+        return next((part.tokens for part in self.parts if part.tokens is not None), None)
 
     def layer(self, index: int) -> AttentionTerms:
         return ComposedTerms(tuple(part.layer(index) for part in self.parts))
@@ -222,6 +230,7 @@ class PositionEncoding(FloatModule):
 
     def embed(self, x: Tensor, positions: Positions, layer: int = 0) -> Tensor:
         """Token term: x (B, N, C) before block `layer` -> (B, N, C). The identity unless an encoding overrides it."""
+        self.check_tokens(x, positions)
         return x
 
     def forward(self, positions: Positions, x: Tensor | None = None, layer: int = 0) -> AttentionTerms:
@@ -242,6 +251,11 @@ class PositionEncoding(FloatModule):
 
     def check_positions(self, positions: Positions) -> None:
         """Refuse positions with another number of axes, or without the grid that the encoding needs."""
+        if not isinstance(positions, Positions):
+            raise TypeError(
+                f"{self.name} needs mmpe.Positions, got {type(positions).__name__}; "
+                "make them with Positions.grid, .video, .line or .points"
+            )
         if positions.num_axes != self.axes:
             raise ValueError(
                 f"{self.name} was built for axes={self.axes}, got positions with axes {positions.axes}; "
@@ -249,6 +263,19 @@ class PositionEncoding(FloatModule):
             )
         if self.needs_grid and positions.grid_size is None:
             raise ValueError(f"{self.name} needs tokens that fill a grid; these positions are loose points")
+
+    def check_tokens(self, x: Tensor, positions: Positions) -> None:
+        """Refuse tokens that the positions do not fit: broadcasting would give all of them the position of one."""
+        self.check_positions(positions)
+        if x.dim() != 3 or x.shape[1] != positions.num_tokens or x.shape[2] != self.dim:
+            raise ValueError(
+                f"{self.name} needs x of shape (B, {positions.num_tokens}, {self.dim}), got {tuple(x.shape)}: the "
+                f"positions hold {positions.num_tokens} tokens, {positions.prefix} of them prefix tokens, which count"
+            )
+        if not x.is_floating_point():
+            raise TypeError(f"{self.name} needs floating-point tokens, got {x.dtype}")
+        if positions.coords.dim() > 2 and positions.coords.shape[0] not in (1, x.shape[0]):
+            raise ValueError(f"{self.name}: positions of {positions.coords.shape[0]} samples, x has {x.shape[0]}")
 
     def check_layer(self, layer: int) -> None:
         """Refuse a block index outside of `depth`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -85,13 +86,18 @@ class Positions:
         Raises:
             ValueError: for a wrong shape, an unnamed number of axes or coordinates that are not finite.
         """
-        if coords.dim() < 2:
-            raise ValueError(f"coords must be (..., N, A), got shape {tuple(coords.shape)}; use coords[:, None] in 1D")
+        if coords.dim() not in (2, 3):
+            raise ValueError(
+                f"coords must be (N, A) or (B, N, A), got shape {tuple(coords.shape)}; use coords[:, None] in 1D"
+            )
+        if coords.shape[-2] == 0:
+            raise ValueError(f"coords of shape {tuple(coords.shape)} hold no token; at least one needs a position")
         names = tuple(axes) if axes is not None else AXIS_NAMES.get(coords.shape[-1])
         if names is None or len(names) != coords.shape[-1]:
             raise ValueError(f"axes={axes} does not name the {coords.shape[-1]} coordinates of coords")
         if extent is not None and len(extent) != len(names):
             raise ValueError(f"extent has {len(extent)} entries, expected one per axis {names}")
+        _check_positive("extent", extent or ())
         coords = coords.to(torch.float32)
         must_check = coords.device.type == "cpu" and not torch.compiler.is_compiling() if check is None else check
         if must_check and not bool(torch.isfinite(coords).all()):
@@ -134,6 +140,8 @@ class Positions:
         Args:
             indices: (B, K) or (K,) int64 indices into the N positioned tokens (prefix not counted).
         """
+        if self.coords.dim() > 2 and indices.dim() == 1:
+            return replace(self, coords=self.coords[:, indices], grid_size=None)
         if self.coords.dim() == 2:
             return replace(self, coords=self.coords[indices], grid_size=None)
         index = indices[..., None].expand(*indices.shape, self.num_axes)
@@ -149,6 +157,7 @@ class Positions:
             raise ValueError("positions without an extent cannot be rescaled; pass extent= to Positions.points")
         if len(sizes) != self.num_axes:
             raise ValueError(f"sizes={tuple(sizes)} must give one size for each of the axes {self.axes}")
+        _check_positive("sizes", sizes)
         factors = torch.tensor([s / e for s, e in zip(sizes, self.extent, strict=True)], device=self.device)
         return replace(self, coords=self.coords * factors, extent=tuple(sizes))
 
@@ -157,6 +166,11 @@ class Positions:
         if coords.shape[-2:] != self.coords.shape[-2:]:
             raise ValueError(f"coords {tuple(coords.shape)} must end in {tuple(self.coords.shape[-2:])}")
         return replace(self, coords=coords.to(torch.float32), lattice=None)
+
+
+def _check_positive(name: str, values: Sequence[float]) -> None:
+    if not all(0 < value < math.inf for value in values):
+        raise ValueError(f"{name}={tuple(values)} must be positive and finite on every axis")
 
 
 def _checked_prefix(prefix: int) -> int:

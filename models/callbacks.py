@@ -194,8 +194,8 @@ def torn_message(path: Path) -> str:
         key=lambda p: p.stat().st_mtime,
         reverse=True,
     )
-    hint = f"the newest whole one beside it is {others[0]}" if others else "there is no other one beside it"
-    return f"checkpoint {path} is incomplete ({path.stat().st_size} bytes); {hint}: pass its path as ckpt_path"
+    hint = f"pass ckpt_path={others[0]}, the newest whole one beside it" if others else "no whole one is beside it"
+    return f"checkpoint {path} is incomplete ({path.stat().st_size} bytes); {hint}"
 
 
 def _flush_folder(folder: Path) -> None:

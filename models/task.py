@@ -17,7 +17,7 @@ from . import strategies  # noqa: F401  (makes "fsdp2" known to the Trainer)
 from .callbacks import AtomicCheckpointIO, StepSeed
 from .optim import build_optimizer, check_optimizer, optimizer_config
 from .vit import VisionTransformer
-from .vit_checkpoints import mismatch
+from .vit_checkpoints import mismatch, read_safetensors
 
 IGNORED = -1  # label of an example that no metric counts
 POSITION_RULES = {"raw", "scaled"}
@@ -198,9 +198,7 @@ def load_weights(path: str) -> dict[str, Tensor]:
     if not file.is_file():
         raise FileNotFoundError(f"no checkpoint at {file.absolute()}")
     if file.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        return load_file(file)
+        return read_safetensors(file)
     saved: dict[str, Any] = AtomicCheckpointIO().load_checkpoint(file, map_location=lambda storage, location: storage)
     return saved.get("state_dict", saved.get("model", saved))
 

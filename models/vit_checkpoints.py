@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -100,10 +101,23 @@ def read_state_dict(path: Path, map_location: str = "cpu") -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}; give a .safetensors or torch file, or a saved folder")
     if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
+        return read_safetensors(path, map_location)
+    try:
+        return torch.load(path, map_location=map_location, weights_only=True)
+    except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        size = path.stat().st_size
+        raise ValueError(f"{path} ({size} bytes) cannot be read as weights, is it whole? {error}") from error
 
+
+def read_safetensors(path: Path, map_location: str = "cpu") -> dict[str, Tensor]:
+    """The weights in a .safetensors file; a torn one is an error that names it."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
         return load_file(path, device=map_location)
-    return torch.load(path, map_location=map_location, weights_only=True)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no whole safetensors file ({path.stat().st_size} bytes): {error}") from error
 
 
 def load_pretrained(model: VisionTransformer, path: Path, strict: bool) -> None:

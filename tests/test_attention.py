@@ -223,3 +223,37 @@ def test_explicit_attention_of_a_query_that_sees_nothing_is_zero() -> None:
     out = mmpe.attend(q, q, q, _WeightSums(), mask)
     assert torch.isfinite(out).all()
     assert (out[..., 2, :] == 0).all()
+
+
+class FixedBias(AttentionTerms):
+    """A bias that ignores the tensors it is for, as a term made for other positions does."""
+
+    def __init__(self, *shape: int) -> None:
+        self.fixed = torch.zeros(shape)
+
+    def bias(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return self.fixed
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (1, 4, 1, 1), (2, 4, 6, 1), (1, 4, 5, 6), (1, 3, 6, 6), (3, 4, 6, 6), (1, 1, 7)]
+)
+def test_a_bias_for_other_tensors_is_refused(shape):
+    """Fault: the bias of one token is broadcast over all of them."""
+    q = torch.randn(2, 4, 6, 8)
+    with pytest.raises(ValueError, match="positional bias"):
+        mmpe.attend(q, q, q, FixedBias(*shape))
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (1, 6), (4, 1, 6), (1, 4, 6, 6), (2, 1, 6, 6), (2, 4, 6, 6)])
+def test_a_bias_may_be_shared_by_samples_heads_or_queries(shape):
+    q = torch.randn(2, 4, 6, 8)
+    torch.testing.assert_close(mmpe.attend(q, q, q, FixedBias(*shape)), plain(q, q, q))
+
+
+def test_tensors_that_cannot_be_attended_are_refused():
+    q = torch.randn(2, 4, 6, 8)
+    with pytest.raises(ValueError, match="head dim"):
+        mmpe.attend(q, q[..., :6], q)
+    with pytest.raises(TypeError, match="floating-point"):
+        mmpe.attend(q.long(), q.long(), q.long())

@@ -242,6 +242,8 @@ def test_bench_leaves_out_what_cannot_be_built_unless_it_is_named(capsys):
         (["compare", "--config", "vit/digits.yaml", "--encodings", "rope_axial:bse=1"], "no option 'bse'"),
         (["compare", "--config", "vit/digits.yaml", "--encodings", "none", "--seeds", "0"], "--seeds must be"),
         (["compare", "--config", "vit/digits.yaml", "--encodings", "none", "--scales", "0"], "--scales must be"),
+        (["compare", "--config", "vit/digits.yaml", "--encodings", "none", "--scales", "nan"], "--scales must be"),
+        (["extrapolate", "last.ckpt", "--scales", "1", "inf"], "--scales must be"),
         (["compare", "--config", "nope.yaml", "--encodings", "none"], "no config 'nope.yaml'"),
         (["demo", "--seeds", "0"], "--seeds must be at least 1"),
         (["shards", "make", "nowhere", "out"], "nowhere"),

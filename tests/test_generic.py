@@ -436,6 +436,71 @@ def test_other_axes_are_refused(name: str, axes: int):
         probe(enc, positions)
 
 
+STATED = {
+    "none", "ape_learned", "ape_sincos", "rope", "rope_axial", "rope_mixed", "cpe", "pape", "pape_ri", "alibi_2d",
+}  # fmt: skip
+STATED_CASES = [case for case in CASES if case[0] in STATED]
+every_stated = pytest.mark.parametrize(
+    ("name", "axes"), STATED_CASES, ids=[f"{name}-{axes}d" for name, axes in STATED_CASES]
+)
+
+
+def whole(enc: mmpe.PositionEncoding, positions: mmpe.Positions, x: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """One block as a backbone runs it: token term, then attention."""
+    x = enc.embed(x, positions, layer=0)
+    terms = enc(positions, x, layer=0) if enc.content_dependent else enc(positions).layer(0)
+    v = k.expand(-1, k.shape[1], -1, -1)
+    return mmpe.attend(q, k, v, terms, backend="sdpa")
+
+
+def wrong_tokens(axes: int, prefix: int) -> list[Tensor]:
+    """Tokens that do not fit the small grid with this prefix: one less, one more, only one, another width, no batch."""
+    count = mmpe.Positions.of_size(GRIDS[axes], prefix=prefix).num_tokens
+    shapes = [(2, count - 1, DIM), (2, count + 1, DIM), (2, 1, DIM), (2, count, DIM - 1), (2, count, 1), (count, DIM)]
+    return [torch.randn(shape) for shape in shapes]
+
+
+@every_stated
+@pytest.mark.parametrize("prefix", [0, 1])
+def test_tokens_without_a_position_are_refused(name: str, axes: int, prefix: int):
+    """Fault: 196 positions meet 197 tokens, or the position of one token is broadcast over all of them."""
+    enc = build(name, axes)
+    for x in wrong_tokens(axes, prefix):
+        with pytest.raises(ValueError, match="needs x of shape"):
+            enc.embed(x, grid(axes, prefix), layer=0)
+    positions = grid(axes, 0, (1,) * axes)
+    with pytest.raises(ValueError, match="needs x of shape"):
+        enc.embed(torch.randn(2, 12, DIM), positions, layer=0)
+    with pytest.raises(TypeError, match="floating-point"):
+        enc.embed(torch.ones(2, 1, DIM, dtype=torch.long), positions, layer=0)
+    with pytest.raises(TypeError, match="needs mmpe.Positions, got Tensor"):
+        enc.embed(torch.randn(2, 1, DIM), positions.coords, layer=0)
+
+
+@every_stated
+def test_positions_of_another_batch_are_refused(name: str, axes: int):
+    enc, positions = build(name, axes), loose(grid(axes), batch=3)
+    for batch in (1, 2):
+        x = tokens(positions, batch)
+        with pytest.raises(ValueError, match="positions of 3 samples|fill a grid"):
+            enc.embed(x, positions, layer=0)
+
+
+@every_stated
+@pytest.mark.parametrize(("queries", "keys"), [(-1, -1), (1, 1), (0, 1), (0, -1), (None, 0), (0, None)])
+def test_queries_and_keys_without_a_position_are_refused(name: str, axes: int, queries: int | None, keys: int | None):
+    """Fault: attention runs with terms for another number of tokens. Offsets from their number; None is one token."""
+    enc, positions = build(name, axes), grid(axes)
+    if not set(encoding_class(name).terms) & {"queries_keys", "bias"}:
+        return
+    count, x = positions.num_tokens, tokens(positions, 2)
+    q, k = (torch.randn(2, HEADS, 1 if n is None else count + n, DIM // HEADS) for n in (queries, keys))
+    with pytest.raises(ValueError, match="tokens"):
+        whole(enc, positions, x, q, k)
+    with pytest.raises(ValueError, match="tokens"):
+        whole(enc, grid(axes, 0, (1,) * axes), x[:, :1], q, k)
+
+
 @named
 def test_unsupported_axes_are_refused_at_construction(name: str):
     for axes in {0, 1, 2, 3, 4} - set(encoding_class(name).supported_axes):

@@ -52,7 +52,12 @@ def test_integers_up_to_2_24_stay_exact():
         (lambda: Positions.of_size((1, 2, 3, 4)), "1, 2 or 3 sizes"),
         (lambda: Positions.of_size(()), "1, 2 or 3 sizes"),
         (lambda: Positions.grid(2, 2, prefix=-1), "prefix must be 0 or more"),
-        (lambda: Positions.points(torch.zeros(4)), r"must be \(..., N, A\)"),
+        (lambda: Positions.points(torch.zeros(4)), r"must be \(N, A\) or \(B, N, A\)"),
+        (lambda: Positions.points(torch.zeros(1, 2, 4, 2)), r"must be \(N, A\) or \(B, N, A\)"),
+        (lambda: Positions.points(torch.zeros(2, 0, 2)), "hold no token"),
+        (lambda: Positions.points(torch.zeros(4, 2), extent=(3, 0)), "extent.*positive"),
+        (lambda: Positions.points(torch.zeros(4, 2), extent=(3, float("nan"))), "extent.*positive"),
+        (lambda: Positions.grid(4, 2).scaled_to((2, 0)), "sizes.*positive"),
         (lambda: Positions.points(torch.zeros(4, 4)), "does not name the 4 coordinates"),
         (lambda: Positions.points(torch.zeros(4, 2), axes=("x",)), "does not name the 2 coordinates"),
         (lambda: Positions.points(torch.zeros(4, 2), extent=(3,)), "extent has 1 entries"),
@@ -118,3 +123,9 @@ def test_building_positions_compiles():
     x = torch.zeros(3, 4)
     compiled = torch.compile(count, fullgraph=True, backend="eager")
     assert compiled(x) == count(x) == 30
+
+
+def test_shared_indices_keep_the_same_tokens_of_every_sample():
+    coords = torch.rand(3, 6, 2)
+    kept = Positions.points(coords).keep(torch.tensor([4, 1]))
+    torch.testing.assert_close(kept.coords, coords[:, [4, 1]])

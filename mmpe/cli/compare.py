@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import time
@@ -182,8 +183,8 @@ def _study(args: object, overrides: list[str]) -> Study:
     for name in ("seeds", "jobs"):
         if a[name] < 1:
             raise UsageError(f"--{name} must be at least 1, got {a[name]}")
-    if min(a["scales"]) <= 0:
-        raise UsageError(f"--scales must be greater than 0, got {a['scales']}")
+    if not all(0 < scale < math.inf for scale in a["scales"]):
+        raise UsageError(f"--scales must be greater than 0 and finite, got {a['scales']}")
     if overrides and not overrides[0].startswith("--"):
         raise UsageError(f"unexpected argument {overrides[0]!r}")
     config = find(a["config"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shlex
 import sys
 from pathlib import Path
@@ -23,8 +24,8 @@ POSITIONS = ("raw", "scaled")
 def main(command: str, argv: list[str]) -> int:
     """Evaluate, print the table, write extrapolation.{md,json,png,html} beside the checkpoint."""
     args, overrides = _parser(command).parse_known_args(argv)
-    if min(args.scales) <= 0:
-        raise UsageError(f"--scales must be greater than 0, got {args.scales}")
+    if not all(0 < scale < math.inf for scale in args.scales):
+        raise UsageError(f"--scales must be greater than 0 and finite, got {args.scales}")
     if overrides and not overrides[0].startswith("--"):
         raise UsageError(f"unexpected argument {overrides[0]!r}")
     checkpoint = find_checkpoint(args.checkpoint)

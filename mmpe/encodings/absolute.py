@@ -77,7 +77,7 @@ class LearnedAPE(PositionEncoding):
         if any(size < 1 for size in self.grid_size) or prefix < 0:
             raise ValueError(f"grid_size={grid_size} must be positive and prefix={prefix} not negative")
         _check_choice(interpolation, Interpolation, "interpolation")
-        if std <= 0 or not 0 <= dropout < 1:
+        if not std > 0 or not 0 <= dropout < 1:
             raise ValueError(f"std={std} must be positive and dropout={dropout} in [0, 1)")
         self.prefix, self.std, self.dropout = prefix, std, dropout
         self.interpolation: Interpolation = interpolation
@@ -102,8 +102,7 @@ class LearnedAPE(PositionEncoding):
 
     def check_input(self, x: Tensor, positions: Positions) -> None:
         """Refuse tokens that the positions do not fit, and fewer prefix tokens than there are rows for."""
-        self.check_positions(positions)
-        _check_length(x, positions, self.name)
+        self.check_tokens(x, positions)
         if self.prefix > positions.prefix:
             raise ValueError(
                 f"{self.name} has rows for {self.prefix} prefix tokens, the positions have {positions.prefix}; "
@@ -186,7 +185,7 @@ class SinCosAPE(PositionEncoding):
         super().__init__(dim, heads, axes, depth)
         _check_choice(layout, Layout, "layout")
         _check_width(dim, axes, layout)
-        if temperature <= 0:
+        if not temperature > 0:
             raise ValueError(f"temperature={temperature} must be positive")
         self.layout: Layout = layout
         self.temperature = temperature
@@ -198,8 +197,7 @@ class SinCosAPE(PositionEncoding):
     def embed(self, x: Tensor, positions: Positions, layer: int = 0) -> Tensor:
         if layer != 0:
             return x
-        self.check_positions(positions)
-        _check_length(x, positions, self.name)
+        self.check_tokens(x, positions)
         rows = sincos_table(self.scaled_coords(positions), self.dim, self.layout, self.temperature)
         return x + F.pad(rows, (0, 0, positions.prefix, 0)).to(x.dtype)
 
@@ -345,14 +343,6 @@ def _equal_sides(count: int, axes: int) -> tuple[int, ...]:
             "or whether some of the rows belong to prefix tokens"
         )
     return (side,) * axes
-
-
-def _check_length(x: Tensor, positions: Positions, name: str) -> None:
-    if x.shape[-2] != positions.num_tokens:
-        raise ValueError(
-            f"{name}: x has {x.shape[-2]} tokens, the positions {positions.num_tokens} "
-            f"(prefix {positions.prefix}); are the prefix tokens counted in both?"
-        )
 
 
 def _check_width(dim: int, axes: int, layout: str) -> None:

@@ -62,6 +62,7 @@ class DistanceTerms(AttentionTerms):
 
     def __init__(self, coords: Tensor, slopes: Tensor, exempt: int = 0) -> None:
         self.coords, self.slopes, self.exempt = coords, slopes, exempt
+        self.tokens = exempt + coords.shape[-2]
 
     def bias(self, q: Tensor, k: Tensor) -> Tensor:
         # Made anew for each block: kept over all of them, it would be the largest tensor of the model.

@@ -78,9 +78,9 @@ class CPE(PositionEncoding):
 
     def embed(self, x: Tensor, positions: Positions, layer: int = 0) -> Tensor:
         self.check_layer(layer)
+        self.check_tokens(x, positions)
         if layer not in self.after_blocks:
             return x
-        self.check_positions(positions)
         i = self.after_blocks.index(layer)
         bias = None if self.bias is None else self.bias[i]
         pointwise = None if self.pointwise is None else self.pointwise[i]

@@ -26,6 +26,7 @@ class ParabolicTerms(AttentionTerms):
 
     def __init__(self, q_channels: Tensor, k_channels: Tensor, split: bool | None = None) -> None:
         self.q_channels, self.k_channels, self.split = q_channels, k_channels, split
+        self.tokens = q_channels.shape[-2]
 
     def queries_keys(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         split = q.dtype in (torch.float16, torch.bfloat16) if self.split is None else self.split
@@ -217,14 +218,9 @@ class ParabolicEncoding(PositionEncoding):
         return p.unsqueeze(-3) if p.dim() > 2 else p[None, None]
 
     def forward(self, positions: Positions, x: Tensor | None = None, layer: int = 0) -> AttentionTerms:
-        self.check_positions(positions)
         self.check_layer(layer)
         x = self.require_content(x)
-        if x.dim() != 3 or x.shape[1] != positions.num_tokens or x.shape[2] != self.dim:
-            raise ValueError(
-                f"{self.name} needs x of shape (B, {positions.num_tokens}, {self.dim}), prefix tokens included, "
-                f"got {tuple(x.shape)}"
-            )
+        self.check_tokens(x, positions)
         p = self.coordinates(positions, torch.promote_types(x.dtype, torch.float32))
         q_channels, k_channels = self.channels(x, p, layer)
         if self.exempt_prefix:

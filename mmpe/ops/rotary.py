@@ -21,6 +21,7 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import rotary_cpu
 from ._switch import fused_enabled
@@ -80,9 +81,14 @@ def make_phasor(cos: Tensor, sin: Tensor) -> Tensor | None:
 
 def _eager_fast(x: Tensor) -> bool:
     """Whether x may take a path other than the plain twin; fake tensors, subclasses and tracers may not."""
-    if not fused_enabled() or type(x) not in (Tensor, torch.nn.Parameter) or torch.jit.is_tracing():
+    if not fused_enabled() or type(x) not in (Tensor, torch.nn.Parameter) or torch.jit.is_tracing() or _transformed():
         return False
     return x.device.type == "cpu" or (x.is_cuda and _has_triton())
+
+
+def _transformed() -> bool:
+    """Whether torch.func (vmap, grad, jvp) or forward-mode AD is at work, which see through plain arithmetic only."""
+    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
 @cache

@@ -104,6 +104,8 @@ def test_the_models_random_numbers_are_left_alone(data):
     [
         ({"scales": []}, "positive multiples"),
         ({"scales": [1.0, -2.0]}, "positive multiples"),
+        ({"scales": [1.0, float("nan")]}, "positive multiples"),
+        ({"scales": [float("inf")]}, "positive multiples"),
         ({"scales": [1.0, 1.0]}, "twice"),
         ({"image_size": 0}, "image_size=0"),
         ({"batch_size": 0}, "batch_size=0"),

@@ -189,7 +189,7 @@ def test_without_prefix_rows_the_table_is_for_patches_alone():
 def test_missing_prefix_tokens_are_refused():
     with pytest.raises(ValueError, match="rows for 1 prefix tokens, the positions have 0"):
         added(learned(grid_size=(2, 3), prefix=1), mmpe.Positions.grid(2, 3))
-    with pytest.raises(ValueError, match="x has 7 tokens, the positions 6"):
+    with pytest.raises(ValueError, match="the positions hold 6 tokens"):
         learned(grid_size=(2, 3)).embed(torch.zeros(1, 7, 12), mmpe.Positions.grid(2, 3))
 
 

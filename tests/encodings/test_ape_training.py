@@ -95,7 +95,7 @@ def test_wrong_options(options, message):
 
 
 def test_mismatched_tokens_are_refused():
-    with pytest.raises(ValueError, match="ape_cropped: x has 49 tokens"):
+    with pytest.raises(ValueError, match=r"ape_cropped needs x of shape \(B, 50, 16\), got \(1, 49, 16\)"):
         cropped().embed(torch.zeros(1, 49, 16), GRID)
     with pytest.raises(ValueError, match="ape_cropped has rows for 1 prefix"):
         cropped().embed(torch.zeros(1, 48, 16), mmpe.Positions.grid(6, 8))

@@ -14,12 +14,14 @@ from PIL import Image
 from timm.data import create_transform, resolve_model_data_config
 from timm.optim import create_optimizer_v2
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mmpe
 from mmpe.models.vit import VisionTransformer
 
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
 ENCODINGS = mmpe.list_encodings(axes=2)
+STATED = ("ape_learned", "rope", "rope_axial", "rope_mixed", "cpe", "pape", "pape_ri", "alibi_2d")
 
 
 def build(encoding: str = "rope_mixed", **options: object) -> VisionTransformer:
@@ -395,3 +397,34 @@ def test_timm_loads_a_file_of_a_timm_model(tmp_path: Path) -> None:
     ours = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, init_values=1e-5, **kwargs).eval()
     x = torch.randn(2, 3, 48, 48)
     torch.testing.assert_close(ours(x), theirs(x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kept", [0, 100, 4000])
+@pytest.mark.parametrize("kind", ["folder", "safetensors", "torch"])
+def test_torn_files_are_named(kind: str, kept: int, tmp_path: Path) -> None:
+    """Fault: a download or copy that broke off ends in the parser's own words, without the file."""
+    model, folder = build(), tmp_path / "größe 1"
+    model.save_pretrained(folder)
+    torch.save(model.state_dict(), folder / "weights.pt")
+    file = folder / ("weights.pt" if kind == "torch" else "model.safetensors")
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=f"größe 1.{file.name}.*{kept} bytes"):
+        VisionTransformer.from_pretrained(folder) if kind == "folder" else build().load_pretrained(file)
+
+
+@pytest.mark.parametrize("encoding", STATED)
+def test_gradients_of_each_sample(encoding: str) -> None:
+    """Fault: a custom backward that torch.func cannot see through; vmap over grad equals one backward per sample."""
+    model, images = build(encoding).eval(), torch.randn(2, 3, 32, 32)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(values: dict[str, Tensor], image: Tensor) -> Tensor:
+        return torch.func.functional_call(model, values, (image[None],)).square().sum()
+
+    with sdpa_kernel(SDPBackend.MATH):  # torch has no batching rule for its fused kernel on the CPU
+        found = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, images)
+    for i, image in enumerate(images):
+        model.zero_grad()
+        loss(dict(model.named_parameters()), image).backward()
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(found[name][i], p.grad, atol=1e-4, rtol=1e-3)

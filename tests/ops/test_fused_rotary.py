@@ -192,6 +192,29 @@ def test_fake_tensors_and_tracing_take_the_plain_path() -> None:
     assert not [value for value in outputs if isinstance(value, torch.Tensor) and value.is_complex()]
 
 
+@pytest.mark.parametrize("half", [False, True], ids=["interleaved", "half"])
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")  # torch's own, in forward mode
+def test_transforms_of_torch_func_take_the_plain_path(half: bool) -> None:
+    x, direction = torch.randn(2, 2, 4, 7, 8, dtype=torch.float64)  # each (B, H, N, D)
+    angles = torch.randn(7, 4, dtype=torch.float64)
+
+    def rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        return RotaryTable.from_angles(angles).rotate(x, half)
+
+    expected = rotated(x, angles)
+    _, forward = torch.func.jvp(lambda x: rotated(x, angles), (x,), (direction,))
+    torch.testing.assert_close(forward, rotated(direction, angles))
+    each = torch.func.vmap(lambda x: rotated(x[None], angles)[0])(x)
+    torch.testing.assert_close(each, expected)
+    gradient = torch.func.grad(lambda a: rotated(x, a).mul(direction).sum())(angles)
+    own = angles.clone().requires_grad_()
+    rotated(x, own).mul(direction).sum().backward()
+    torch.testing.assert_close(gradient, own.grad)
+    with torch.autograd.forward_ad.dual_level():
+        dual = rotated(torch.autograd.forward_ad.make_dual(x, direction), angles)
+        torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(dual).tangent, forward)
+
+
 def test_several_threads_rotate_at_once() -> None:
     """No state is written in forward: threads that share a table do not disturb each other."""
     from concurrent.futures import ThreadPoolExecutor
