@@ -192,6 +192,11 @@ class ImageFolder(ImageData):
         return EvalLoader(source, self.eval_batch_size, self.num_workers, self.skipped)
 
 
+def _hidden(path: Path, folder: Path) -> bool:
+    """Whether a name below the folder starts with a dot: what systems and notebooks leave beside images is no image."""
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
+
+
 def scan_classes(
     folder: Path, suffixes: Collection[str] = IMAGE_SUFFIXES, kind: str = "image"
 ) -> tuple[list[str], list[tuple[Path, int]]]:
@@ -213,7 +218,11 @@ def scan_classes(
         raise FileNotFoundError(f"no class folder in {folder}: expected {folder / 'CLASS'}/*{example}")
     files, empty = [], []
     for number, name in enumerate(classes):
-        found = sorted(p for p in (folder / name).rglob("*") if p.suffix.lower() in suffixes and p.is_file())
+        found = sorted(
+            p
+            for p in (folder / name).rglob("*")
+            if p.suffix.lower() in suffixes and p.is_file() and not _hidden(p, folder)
+        )
         files += [(path, number) for path in found]
         empty += [] if found else [name]
     if empty:

@@ -23,6 +23,7 @@ SEEKABLE = frozenset({"h264", "hevc", "vp9", "av1", "mpeg4", "mjpeg", "prores", 
 DECORD_CODECS = frozenset({"h264", "vp9", "mpeg4"})
 TORCHCODEC_CODECS = frozenset({"h264", "hevc", "vp9", "av1", "mpeg4"})
 _H264_IDR = 5
+_EDITED = "an edit list hides some of its pictures"
 _UNCLEAN = "pictures near a key frame need others from before it"
 _DECODERS = {"libdav1d": "av1", "libaom-av1": "av1", "libvpx-vp9": "vp9", "libvpx": "vp8"}  # names of their formats
 
@@ -139,7 +140,7 @@ def _scan(path: Path, container: Any, stream: Any) -> Packets:
         raise VideoError(f"{path} holds no picture that can be decoded")
     problem = _problem(kind, codec, stream, tally)
     # An edit list leaves the times as they are; other problems make them doubtful.
-    times = _in_order(tally.times) if not problem or tally.hidden else None
+    times = _in_order(tally.times) if problem in ("", _EDITED) else None
     starts = () if problem else tuple(tally.starts)
     return Packets(
         kind,
@@ -172,7 +173,7 @@ def _problem(kind: str, codec: str, stream: Any, tally: _Tally) -> str:
     if codec not in SEEKABLE:
         return f"{codec} pictures cannot be reached by seeking"
     if tally.hidden:
-        return "an edit list hides some of its pictures"
+        return _EDITED
     if int(getattr(stream.codec_context, "field_order", 0) or 0) > 1:
         return "it is interlaced, so a picture may take two packets"
     if _in_order(tally.times) is None:

@@ -80,6 +80,15 @@ def test_only_messages_that_mmpe_wrote_count_as_mistakes_of_the_user():
     assert mistake_in(bug) is None
 
 
+@pytest.mark.parametrize("below", ["", "below", "b" * 300])
+def test_a_path_that_the_system_refuses_is_told_in_one_line(capsys, tmp_path, below):
+    """Fault: an output folder that cannot be made ends in a traceback."""
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "file" / below if below != "b" * 300 else tmp_path / below
+    said = mistake(capsys, "plot", "attention", "rope_axial", "--out", str(out / "picture.png"))
+    assert str(out) in said
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(8.14, "8.1 s"), (125, "2 min 05 s"), (3840, "1 h 04 min"), (59.99, "60.0 s")]
 )

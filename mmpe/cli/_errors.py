@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import traceback
 
 
@@ -13,9 +14,18 @@ class UsageError(ValueError):
 _MISTAKES = (ValueError, TypeError, FileNotFoundError, FileExistsError, NotADirectoryError, ImportError)
 
 
+# The system's refusals of a path: no write permission, a read-only or full disk, a file where a folder must be.
+_REFUSALS = {
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST,
+    errno.ENAMETOOLONG,
+}  # fmt: skip
+
+
 def is_user_error(error: BaseException) -> bool:
-    """True for mistakes that mmpe found itself: of a type that means so, and raised by a line of mmpe."""
+    """True for mistakes that mmpe found itself, raised by a line of mmpe, and for paths that the system refuses."""
     if isinstance(error, UsageError):
+        return True
+    if isinstance(error, OSError) and error.errno in _REFUSALS and error.filename is not None:
         return True
     if not isinstance(error, _MISTAKES):
         return False

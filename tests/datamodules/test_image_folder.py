@@ -89,6 +89,19 @@ def test_empty_class_folder_is_named_with_the_suffixes_searched(own_pictures):
         ImageFolder(own_pictures, **SMALL)
 
 
+def test_hidden_files_and_folders_are_no_images(own_pictures):
+    """Fault: what macOS and notebooks leave beside images stops the run as unreadable, or trains twice."""
+    before = len(ImageFolder(own_pictures, **SMALL).train_dataloader())
+    ant = own_pictures / "train" / "ant"
+    (ant / "._000.png").write_bytes(b"no picture")
+    (ant / ".ipynb_checkpoints").mkdir()
+    for n in range(40):
+        (ant / ".ipynb_checkpoints" / f"{n}-checkpoint.png").write_bytes(b"no picture")
+    data = ImageFolder(own_pictures, **SMALL)
+    assert len(data.train_dataloader()) == before
+    assert sum(len(batch["image"]) for batch in data.train_dataloader()) > 0
+
+
 def test_class_mismatch_names_missing_and_extra_classes(own_pictures):
     write_images(own_pictures / "train", 1, ("dog",))
     write_images(own_pictures / "val", 1, ("elk",))
